@@ -1,0 +1,1 @@
+"""Composes a run: configuration, processes, driver, run folder, checkpoints and command line."""

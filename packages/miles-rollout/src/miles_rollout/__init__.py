@@ -1,0 +1,1 @@
+"""Makes trajectories: engines and their router, session server, renderers, buffer, rewards and tasks."""

@@ -1,0 +1,1 @@
+"""Moves weights: canonical names, buckets, transports and the update transaction."""

@@ -1,0 +1,1 @@
+"""Makes weight updates: objectives, corrections, packing, optimiser and training backends."""
