@@ -1,0 +1,114 @@
+"""Every check of the project. `nox` runs what CI runs; `nox -l` lists the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
+SOURCES = sorted(str(p.relative_to(ROOT)) for kind in ("packages", "recipes") for p in ROOT.glob(f"{kind}/*/src"))
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-asyncio", "hypothesis")
+
+# distribution -> what its tests need besides its declared dependencies
+WHEELS: dict[str, tuple[str, ...]] = {
+    "miles-contracts": ("miles-contracts[digest]", "msgpack"),
+    "miles-rollout": ("miles-rollout[engine,tasks]",),
+    "miles-trainer": (),
+    "miles-sync": (),
+    "miles-loop": (),
+    "miles-qwen3": (),
+}
+
+nox.options.sessions = ["lint", "types", "wheels", "integration"]
+nox.options.default_venv_backend = "none"
+nox.options.error_on_missing_interpreters = True
+
+# Two threads that fight for a core are far slower than one; a cached .pyc halves the start of every child.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, import floors, declared dependencies and pins."""
+    session.run(PYTHON, "-m", "ruff", "check", ".", external=True)
+    session.run(PYTHON, "-m", "ruff", "format", "--check", ".", external=True)
+    session.run(PYTHON, "ci/floors.py", external=True)
+    session.run(PYTHON, "ci/pins.py", "check", external=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict type check of all packages."""
+    session.run(PYTHON, "-m", "mypy", *SOURCES, "ci/floors.py", "ci/pins.py", external=True)
+
+
+@nox.session
+@nox.parametrize("package", list(WHEELS))
+def wheels(session: nox.Session, package: str) -> None:
+    """Build every wheel, install one alone with only what it declares, and run its tests there."""
+    dist = ROOT / "dist"
+    if package == next(iter(WHEELS)) or not dist.exists():
+        shutil.rmtree(dist, ignore_errors=True)
+        session.run("uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "-o", str(dist), external=True)
+    venv = ROOT / ".nox" / f"wheel-{package}"
+    python = str(venv / "bin" / "python")
+    pins = venv.with_suffix(".pins")
+    session.run("uv", "venv", "-q", "--clear", "--python", PYTHON, str(venv), external=True)
+    pins.write_text(session.run(PYTHON, "ci/pins.py", "list", external=True, silent=True))
+    # naming folders on the command line hides those of the environment, so name these too
+    links = [str(dist), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    install = ["uv", "pip", "install", "-q", "--python", python, "--no-sources", "-c", str(pins)]
+    for link in links:
+        install += ["--find-links", link]
+    session.run(*install, package, external=True)
+    folder = next(p.parent for p in ROOT.glob("*/*/pyproject.toml") if f'name = "{package}"' in p.read_text())
+    session.run(python, str(ROOT / "ci" / "import_all.py"), package.replace("-", "_"), external=True)
+    session.run(*install, *WHEELS[package], *TEST_TOOLS, external=True)
+    workdir = session.create_tmp()
+    with session.chdir(workdir):
+        session.run(
+            python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "-m", "not gate",
+            str(folder / "tests"), *session.posargs, external=True,
+        )  # fmt: skip
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Tests that need several packages: whole runs, the documentation's commands, and the checks' own tests."""
+    session.run(PYTHON, "-m", "pytest", "-m", "not gate", "integration_tests", "ci", *session.posargs, external=True)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All quick tests in the workspace's own environment (what you want while editing)."""
+    session.run(PYTHON, "-m", "pytest", "-m", "not gate", *session.posargs, external=True)
+
+
+@nox.session
+def gates(session: nox.Session) -> None:
+    """The long runs: full learning curves, fault campaigns, big models."""
+    session.run(PYTHON, "-m", "pytest", "-m", "gate", *session.posargs, external=True)
+
+
+@nox.session
+def pins(session: nox.Session) -> None:
+    """Resolve again without pins and write the new versions into pyproject.toml."""
+    session.run("uv", "lock", "--upgrade", external=True)
+    session.run(PYTHON, "ci/pins.py", "write", external=True)
+    session.run("uv", "sync", external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run one benchmark: nox -s bench -- engine."""
+    name, *rest = session.posargs or ("",)
+    script = ROOT / "ci" / "benchmarks" / f"{name}.py"
+    if not script.exists():
+        names = ", ".join(sorted(p.stem for p in script.parent.glob("*.py")))
+        session.error(f"give the name of a benchmark: {names}")
+    session.run(PYTHON, str(script), *rest, external=True)
