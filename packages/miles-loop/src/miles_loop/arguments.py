@@ -1,0 +1,153 @@
+"""From a command line to a configuration: which words are options, and which layers they make.
+
+    miles-qwen3 train --hardware cpu --config my.toml --steps 50 --trainer.optimizer.lr 1e-5
+
+An option is `--name value` or `--name=value`; dashes and underscores in names are the same. A boolean option may
+stand alone (`--record.plot` is true). Common options are short names of dotted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_contracts import InvalidFieldError
+
+from miles_loop.config import RunConfig
+from miles_loop.options import Layer, Option, build, find_option, merge, nest, options, parse_text, read_toml
+from miles_loop.recipe import Recipe
+
+SHORT_NAMES: Mapping[str, str] = {
+    "hardware": "hardware",
+    "model": "model",
+    "task": "task.preset",
+    "run-dir": "run_dir",
+    "steps": "steps",
+    "seed": "seed",
+    "pipeline-depth": "pipeline_depth",
+    "checkpoint-every": "checkpoint.every",
+}
+"""Common options and the dotted options they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of the command itself, not of the configuration. `value` names its argument, "" for none."""
+
+    name: str
+    value: str
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a command line says: settings of the configuration, the command's own flags, and plain words."""
+
+    settings: dict[str, Any]
+    flags: dict[str, str]
+    words: tuple[str, ...]
+
+
+def parse(argv: Sequence[str], flags: Sequence[Flag]) -> Parsed:
+    """Split a command line.
+
+    Raises:
+        InvalidFieldError: unknown option (nearest name suggested), missing value, or a repeated option.
+    """
+    known = options(RunConfig)
+    own = {flag.name: flag for flag in flags}
+    short = {name: path for name, path in SHORT_NAMES.items()}
+    settings: dict[str, Any] = {}
+    seen_flags: dict[str, str] = {}
+    words: list[str] = []
+    rest = list(argv)
+    seen: set[str] = set()
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        if name.replace("_", "-") in own:
+            flag = own[name.replace("_", "-")]
+            seen_flags[flag.name] = _argument(word, text, equals, rest) if flag.value else "true"
+            continue
+        path = short.get(name.replace("_", "-"), name.replace("-", "_"))
+        option = _find(known, name, path, [*own, *short])
+        if path in seen:
+            raise InvalidFieldError(f"--{name}", text or word, "given twice; keep one")
+        seen.add(path)
+        if option.annotation is bool and not equals and (not rest or rest[0].startswith("--")):
+            value: Any = True
+        else:
+            value = parse_text(option, path, _argument(word, text, equals, rest))
+        settings = merge(settings, nest(path, value))
+    return Parsed(settings, seen_flags, tuple(words))
+
+
+def _find(known: Sequence[Option], name: str, path: str, other_names: Sequence[str]) -> Option:
+    """`find_option` that also suggests the short names."""
+    try:
+        return find_option(known, path)
+    except InvalidFieldError:
+        from miles_loop.options import unknown_name
+
+        raise unknown_name(f"--{name}", name, [*other_names, *(o.path for o in known)]) from None
+
+
+def _argument(word: str, text: str, equals: str, rest: list[str]) -> str:
+    if equals:
+        return text
+    if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
+        raise InvalidFieldError(word, None, f"needs a value: {word} VALUE")
+    return rest.pop(0)
+
+
+def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
+    """All layers of a run in their order, the presets chosen by file or command line included.
+
+    Raises:
+        InvalidFieldError: an unknown hardware target or task, with the nearest name.
+    """
+    chosen = merge({"hardware": recipe.hardware[0].name, "model": recipe.models[0].name}, file, settings)
+    target = recipe.hardware_named(str(chosen["hardware"]))
+    # A target may bring its own default model and task (a 32B model on eight GPUs, say).
+    chosen = merge({"hardware": target.name, "model": recipe.models[0].name}, target.overrides, file, settings)
+    model = recipe.model_named(str(chosen["model"]))
+    task = _task_layer(recipe, chosen.get("task", {}))
+    return [
+        {"recipe": recipe.family, "model": str(chosen["model"])},
+        recipe.defaults,
+        model.overrides if model is not None else {},
+        task,
+        target.overrides,
+        file,
+        merge(settings, {"task": {"preset": task["task"].get("preset")}}),
+    ]
+
+
+def _task_layer(recipe: Recipe, chosen: Any) -> dict[str, Any]:
+    """The preset's values; a word that ends in .jsonl is a file of prompts; no preset when a source is named."""
+    if not isinstance(chosen, Mapping):
+        raise InvalidFieldError("task", chosen, "this is a section; set task.preset, or give --task NAME")
+    name = chosen.get("preset")
+    if isinstance(name, str) and name.endswith(".jsonl"):
+        return {"task": {"source": "jsonl", "path": name, "name": Path(name).stem, "preset": None}}
+    if name is None and ("path" in chosen or "dataset" in chosen):
+        source = chosen.get("source", "jsonl" if "path" in chosen else "reasoning_gym")
+        default = chosen.get("dataset") or Path(str(chosen.get("path", "task"))).stem
+        return {"task": {"source": source, "name": default, "preset": None}}
+    preset = recipe.tasks[0] if name is None else recipe.task_named(str(name))
+    return merge(preset.overrides, {"task": {"preset": preset.name}})
+
+
+def config_for(recipe: Recipe, parsed: Parsed) -> RunConfig:
+    """The configuration that a `train` or `eval` command line asks for.
+
+    Raises:
+        InvalidFieldError: naming field, value and remedy.
+    """
+    file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
+    return build(RunConfig, layers_for(recipe, file, parsed.settings))

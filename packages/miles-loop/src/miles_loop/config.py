@@ -1,0 +1,256 @@
+"""The typed configuration of a run: every value a user may set, with its meaning, unit and default.
+
+`RunConfig` composes the sections; the trainer's section is `miles_trainer`'s own. All models are frozen and
+refuse unknown keys. Configuration objects stop at constructors: what runs gets plain values.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from miles_contracts import PauseMode
+from miles_trainer.config import TrainerConfig
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, docstrings become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TaskSourceKind(StrEnum):
+    """Where prompts come from."""
+
+    JSONL = "jsonl"
+    REASONING_GYM = "reasoning_gym"
+
+
+class TaskConfig(Section):
+    """The problems to train on, the held-out problems to evaluate on, and how answers are scored."""
+
+    preset: str | None = None
+    """Name of a task preset of the recipe; its values are the defaults of this section."""
+    name: str = "task"
+    """Name of the task in metrics: `eval/<name>/reward`."""
+    source: TaskSourceKind = TaskSourceKind.JSONL
+    """`jsonl` (a file of prompts) or `reasoning_gym` (procedurally generated problems)."""
+    path: Path | None = None
+    """JSONL file with the training prompts; one object a line: `prompt` (text or messages), `label`, `metadata`."""
+    eval_path: Path | None = None
+    """JSONL file with the held-out prompts; without it the last `eval_size` lines of `path` are held out."""
+    dataset: str | None = None
+    """reasoning-gym: name of the task family, for example `basic_arithmetic`."""
+    options: dict[str, Any] = {}
+    """reasoning-gym: settings of the task family, for example `task.options.max_digits`."""
+    size: Positive = 4096
+    """reasoning-gym: number of different training problems before the stream repeats."""
+    eval_size: NonNegative = 64
+    """Number of held-out problems."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew in every epoch (by the run's seed)."""
+    system_prompt: str | None = None
+    """System message put before every prompt."""
+    reward: str = "exact"
+    """How a response is scored: `exact`, `numeric`, `verifier` (reasoning-gym's own) or your function `pkg.mod:fn`."""
+    agent: str | None = None
+    """Import path `pkg.mod:fn` of an agent that talks to the session server; without it one answer per prompt."""
+
+    @model_validator(mode="after")
+    def _source_is_named(self) -> TaskConfig:
+        if self.source is TaskSourceKind.JSONL and self.path is None:
+            raise ValueError("path: a jsonl task needs task.path (a file of prompts)")
+        if self.source is TaskSourceKind.REASONING_GYM and self.dataset is None:
+            raise ValueError("dataset: a reasoning_gym task needs task.dataset (the name of a task family)")
+        return self
+
+
+class SamplingConfig(Section):
+    """How the policy's answers are sampled."""
+
+    max_new_tokens: Positive = 128
+    """Longest answer in tokens."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits before the softmax; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this probability; 1 is off."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+
+
+class StalePolicy(StrEnum):
+    """What happens to the prompt of a group that failed or grew too old."""
+
+    RETRY = "retry"
+    DROP = "drop"
+
+
+class FilterKind(StrEnum):
+    """Which finished groups are worth training on."""
+
+    NONE = "none"
+    NO_SIGNAL = "no_signal"
+
+
+class RolloutConfig(Section):
+    """How groups of answers are made and when they are thrown away."""
+
+    groups_per_step: Positive = 16
+    """Groups (prompts) in one training batch."""
+    group_size: Positive = 8
+    """Answers sampled per prompt."""
+    max_staleness: NonNegative | None = None
+    """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
+    depth + 1."""
+    on_failure: StalePolicy = StalePolicy.RETRY
+    """A group whose generation or reward failed: sample the prompt again (`retry`) or `drop` it."""
+    on_stale: StalePolicy = StalePolicy.RETRY
+    """A group that is too stale: sample the prompt again (`retry`) or `drop` it."""
+    max_attempts: Positive = 3
+    """How often one prompt is tried before it is given up (and counted)."""
+    filter: FilterKind = FilterKind.NO_SIGNAL
+    """`no_signal` drops groups whose rewards are all equal (they carry no gradient); `none` keeps all."""
+    buffer_groups: Positive | None = None
+    """Most finished groups that wait for the trainer; default: 2 x `groups_per_step`."""
+    buffer_mib: Positive = 1024
+    """Most memory in MiB for finished groups that wait for the trainer."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt; a longer one is refused with its position in the stream. Default: what the engine fits."""
+    timeout_s: Seconds = 600.0
+    """Deadline for one answer (or one agent episode), reward included."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training answers."""
+
+
+class EvaluationConfig(Section):
+    """When and how held-out tasks are measured."""
+
+    every: NonNegative = 0
+    """Evaluate after every n optimiser steps; 0: only at start and end."""
+    at_start: bool = True
+    """Evaluate the untrained policy first."""
+    at_end: bool = True
+    """Evaluate the final policy."""
+    samples: Positive = 1
+    """Answers per held-out prompt."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Sampling of evaluation answers (greedy by default)."""
+
+
+class EngineConfig(Section):
+    """The inference engines."""
+
+    replicas: Positive = 1
+    """Number of engine processes."""
+    urls: tuple[str, ...] = ()
+    """Use these running engines (SGLang's native API) and start none."""
+    host: str = "127.0.0.1"
+    """Address the engines listen on."""
+    port: NonNegative = 0
+    """First port; replica i uses port + i. 0: free ports are chosen."""
+    threads: Positive = 1
+    """CPU threads of one engine process."""
+    dtype: str = "float32"
+    """Data type of the weights in the engine."""
+    max_batch: Positive = 256
+    """Most sequences sampled at the same time by one engine."""
+    max_context: Positive | None = None
+    """Longest sequence, prompt included; default: the model's own limit."""
+    extra_args: tuple[str, ...] = ()
+    """More command-line arguments for the engine."""
+    start_timeout_s: Seconds = 300.0
+    """Deadline for an engine to become healthy."""
+    restarts: NonNegative = 3
+    """How often a dead engine is started again before the run ends."""
+
+
+class SyncConfig(Section):
+    """How new weights reach the engines."""
+
+    mode: PauseMode = PauseMode.RETRACT
+    """Requests that run while weights change: `retract` (recompute their cache), `in_place` or `abort`."""
+    bucket_mib: Positive = 512
+    """Size in MiB of the buckets that weights travel in."""
+    directory: Path = Path("/dev/shm")
+    """Shared-memory mount for the buckets."""
+    deadline_s: Seconds = 300.0
+    """Deadline of one weight update; a late update is rolled back."""
+
+
+class CheckpointConfig(Section):
+    """When a run is saved."""
+
+    every: NonNegative = 0
+    """Checkpoint after every n optimiser steps; 0: only at the end and on a graceful stop."""
+    keep: Positive = 2
+    """How many checkpoints stay on disk (the newest ones)."""
+    at_end: bool = True
+    """Checkpoint the finished run."""
+
+
+class RecordConfig(Section):
+    """What a run writes down besides metrics."""
+
+    trajectories: NonNegative = 4
+    """Groups written to the run folder per step (wire frames); 0 writes none."""
+    trajectories_mib: Positive = 256
+    """Stop writing trajectories after this many MiB."""
+    plot: bool = True
+    """Draw the reward plot at the end."""
+
+
+class RuntimeConfig(Section):
+    """Processes of a run on this machine."""
+
+    trainer_threads: Positive = 1
+    """CPU threads of the trainer process."""
+    step_timeout_s: Seconds = 3600.0
+    """Deadline for one optimiser step, and for one batch of groups."""
+    stop_timeout_s: Seconds = 10.0
+    """Grace period for children to end before they are killed."""
+
+
+class RunConfig(Section):
+    """One run, complete: what `--dry-run` prints and the run folder stores as `config.toml`."""
+
+    recipe: str = ""
+    """Name of the recipe this run was made with."""
+    hardware: str = "cpu"
+    """Hardware target of the recipe."""
+    model: str = ""
+    """Name of a model of the recipe, or a folder with a Hugging Face model and tokenizer."""
+    run_dir: Path | None = None
+    """Run folder; default: `runs/<recipe>-<time>`."""
+    steps: Positive = 100
+    """Optimiser steps of the whole run."""
+    seed: NonNegative = 0
+    """Seed of everything random: weights of a fresh model, prompt order, sampling, dropout."""
+    pipeline_depth: NonNegative = 1
+    """Batches that rollout may run ahead of the trainer; 0 is synchronous."""
+    task: TaskConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def max_staleness(self) -> int:
+        """Staleness limit in optimiser updates, with its default resolved."""
+        return self.pipeline_depth + 1 if self.rollout.max_staleness is None else self.rollout.max_staleness
+
+    @property
+    def buffer_groups(self) -> int:
+        """Capacity of the buffer in groups, with its default resolved."""
+        return self.rollout.buffer_groups or 2 * self.rollout.groups_per_step
