@@ -80,19 +80,35 @@ def wheels(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Tests that need several packages: whole runs, the documentation's commands, and the checks' own tests."""
-    session.run(PYTHON, "-m", "pytest", "-m", "not gate", "integration_tests", "ci", *session.posargs, external=True)
+    chosen = ("-m", "not gate and not sglang")
+    session.run(PYTHON, "-m", "pytest", *chosen, "integration_tests", "ci", *session.posargs, external=True)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Install a real SGLang for the CPU beside the workspace and run everything against it."""
+    venv = ROOT / ".nox" / "sglang"
+    python = str(venv / "bin" / "python")
+    requirements = ROOT / "integration_tests" / "sglang"
+    if not venv.exists():
+        session.run("uv", "venv", "-q", "--python", PYTHON, str(venv), external=True)
+    install = ("uv", "pip", "install", "-q", "--python", python)
+    session.run(*install, "-r", str(requirements / "requirements.txt"), external=True)
+    session.run(*install, "--no-deps", "-r", str(requirements / "requirements-no-deps.txt"), external=True)
+    session.env["MILES_SGLANG_PYTHON"] = python
+    session.run(PYTHON, "-m", "pytest", "-m", "sglang", "integration_tests", *session.posargs, external=True)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All quick tests in the workspace's own environment (what you want while editing)."""
-    session.run(PYTHON, "-m", "pytest", "-m", "not gate", *session.posargs, external=True)
+    session.run(PYTHON, "-m", "pytest", "-m", "not gate and not sglang", *session.posargs, external=True)
 
 
 @nox.session
 def gates(session: nox.Session) -> None:
     """The long runs: full learning curves, fault campaigns, big models."""
-    session.run(PYTHON, "-m", "pytest", "-m", "gate", *session.posargs, external=True)
+    session.run(PYTHON, "-m", "pytest", "-m", "gate and not sglang", *session.posargs, external=True)
 
 
 @nox.session

@@ -1,0 +1,78 @@
+"""Starts a real SGLang server on the CPU, in the environment that `nox -s sglang` makes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STUBS = Path(__file__).parent / "stubs"
+READY_SECONDS = 240.0
+CPU_OPTIONS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 "
+    "--disable-cuda-graph --disable-overlap-schedule --mem-fraction-static 0.1 --max-total-tokens 20000 "
+    "--skip-server-warmup --sleep-on-idle"
+).split()
+
+
+def sglang_python() -> str:
+    """The interpreter of SGLang's own environment.
+
+    Raises:
+        RuntimeError: nobody has made it.
+    """
+    path = os.environ.get("MILES_SGLANG_PYTHON", "")
+    if not path or not Path(path).exists():
+        raise RuntimeError(f"MILES_SGLANG_PYTHON is {path!r}: run these tests through `nox -s sglang`")
+    return path
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def sglang_server(model: Path, log: Path, *options: str) -> Iterator[str]:
+    """The URL of a ready server for `model`; its output goes to `log`, all its processes end with the block."""
+    port = free_port()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(STUBS),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sglang_python(), "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_OPTIONS, *options]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        _wait_ready(process, f"http://127.0.0.1:{port}/model_info", log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"SGLang ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"SGLang was not ready after {READY_SECONDS} s:\n{log.read_text()[-3000:]}")
