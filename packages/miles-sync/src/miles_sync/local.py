@@ -1,0 +1,328 @@
+"""Local transport: weights pass through files in shared memory; only names, offsets and digests are sent.
+
+    sender                        messages                       receiver
+    copy + digest into a segment --- ShmBucket ---------------->  map, verify, copy
+    next bucket into another     <-- acknowledge(index) --------  done with the segment
+
+Nothing is pickled. With the driver's two buckets in flight the sender holds two segments, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles_contracts import ShmBucket, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
+from miles_sync.segments import Segment, SegmentPool
+from miles_sync.tensors import Bytes, copy_with_digest, digest_bytes, fetch_with_digest, flat_bytes, from_bytes, spec_of
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class LocalSender:
+    """Writes buckets into shared memory.
+
+    Args:
+        directory: the shared-memory mount.
+        bucket_bytes: capacity of a bucket.
+        digests: whether specs carry digests; without them receivers can verify the manifest only.
+        receivers_copy: True when every receiver copies a bucket before it is acknowledged, so that an acknowledged
+            segment is written again at once. Otherwise it is unlinked, which a receiver that still maps it survives,
+            and segments are used again only after `release`.
+    """
+
+    def __init__(
+        self,
+        directory: Path = SHARED_MEMORY,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        digests: bool = True,
+        receivers_copy: bool = False,
+    ) -> None:
+        plan_buckets((), bucket_bytes)
+        self.bucket_bytes = bucket_bytes
+        self._digests = digests
+        self._receivers_copy = receivers_copy
+        self._pool = SegmentPool(directory)
+        self._live: dict[str, dict[int, Segment]] = {}
+        self._retired: dict[str, list[Segment]] = {}
+
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
+    ) -> Iterator[ShmBucket]:
+        """Write the update bucket by bucket; each yielded bucket is complete and stays until it is acknowledged.
+
+        A part of a split tensor carries its own digest in its spec and the whole tensor's in `part_of`; both specs
+        have the tensor's name.
+
+        Args:
+            tensors: name and tensor (any device) in the manifest's order.
+            manifest: metadata of the update; digests in it are not looked at.
+            update_id: the transaction.
+
+        Raises:
+            WeightUpdateError: the tensors are not those of the manifest (names the first one), or the mount is full.
+        """
+        source = _Checked(iter(tensors), manifest)
+        live = self._live.setdefault(update_id, {})
+        for bucket in plan_buckets(manifest.tensors, self.bucket_bytes):
+            self._make_room(update_id)
+            segment = self._pool.take(bucket.num_bytes)
+            live[bucket.index] = segment
+            placed, part_of = self._write(bucket, segment, source)
+            yield ShmBucket(
+                path=str(segment.path),
+                num_bytes=bucket.num_bytes,
+                tensors=tuple(placed),
+                update_id=update_id,
+                index=bucket.index,
+                part_of=part_of,
+                part_start=bucket.pieces[0].start if part_of is not None else 0,
+            )
+        source.finish()
+
+    def _write(self, bucket: Bucket, segment: Segment, source: _Checked) -> tuple[list[ShmTensor], TensorSpec | None]:
+        placed: list[ShmTensor] = []
+        part_of: TensorSpec | None = None
+        for piece in bucket.pieces:
+            data = source.bytes_of(piece.spec)
+            target = segment.array[piece.offset : piece.offset + piece.num_bytes]
+            digest = fetch_with_digest(data[piece.start : piece.start + piece.num_bytes], target, digests=self._digests)
+            name, dtype, shape = piece.spec.name, piece.spec.dtype, piece.spec.shape
+            if not piece.whole:
+                whole = source.whole_digest(piece.spec) if self._digests else None
+                part_of = TensorSpec(name=name, dtype=dtype, shape=shape, digest=whole)
+                dtype, shape = "uint8", (piece.num_bytes,)
+            spec = TensorSpec(name=name, dtype=dtype, shape=shape, digest=digest)
+            placed.append(ShmTensor(spec=spec, offset=piece.offset))
+        return placed, part_of
+
+    def acknowledge(self, update_id: str, index: int) -> None:
+        """Every receiver has this bucket: its segment may go. Unknown buckets are ignored (a repeated call)."""
+        segment = self._live.get(update_id, {}).pop(index, None)
+        if segment is None:
+            return
+        if self._receivers_copy:
+            self._pool.give_back(segment, reuse=True)
+        else:
+            self._retired.setdefault(update_id, []).append(segment)
+
+    def _make_room(self, update_id: str) -> None:
+        """Unlink acknowledged segments beyond two; up to two stay for the next update, which saves their allocation."""
+        retired = self._retired.get(update_id, [])
+        while retired and len(retired) + len(self._live[update_id]) >= 2:
+            self._pool.give_back(retired.pop(0), reuse=False)
+
+    def release(self, update_id: str) -> None:
+        """The update is over, committed or not: all its segments may be used again."""
+        for segment in [*self._live.pop(update_id, {}).values(), *self._retired.pop(update_id, [])]:
+            self._pool.give_back(segment, reuse=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shared memory held now."""
+        return self._pool.num_bytes
+
+    def close(self) -> None:
+        """Remove all segments."""
+        self._live.clear()
+        self._retired.clear()
+        self._pool.close()
+
+    def __enter__(self) -> LocalSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Checked:
+    """The tensors of an export, each compared with its place in the manifest as it is taken."""
+
+    def __init__(self, source: Iterator[tuple[str, torch.Tensor]], manifest: WeightManifest) -> None:
+        self._source = source
+        self._expected = {spec.name: spec for spec in manifest.tensors}
+        self._name = ""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._whole: str | None = None
+
+    def bytes_of(self, spec: TensorSpec) -> torch.Tensor:
+        """Flat uint8 bytes of this tensor; asked again for the parts of a split one."""
+        if self._name == spec.name:
+            return self._bytes
+        item = next(self._source, None)
+        if item is None:
+            raise WeightUpdateError("the export ended before the manifest did", tensor=spec.name)
+        name, tensor = item
+        if name != spec.name:
+            known = "out of the manifest's order" if name in self._expected else "not in the manifest"
+            raise WeightUpdateError(f"the export gave {name} ({known}) where {spec.name} was due", tensor=name)
+        seen = spec_of(name, tensor)
+        if (seen.dtype, seen.shape) != (spec.dtype, spec.shape):
+            stated = f"{spec.dtype}{list(spec.shape)}"
+            raise WeightUpdateError(f"the manifest says {stated}, it is {seen.dtype}{list(seen.shape)}", tensor=name)
+        self._name, self._bytes, self._whole = name, flat_bytes(tensor), None
+        return self._bytes
+
+    def whole_digest(self, spec: TensorSpec) -> str:
+        """Digest of the whole current tensor, computed once."""
+        if self._whole is None:
+            self._whole = digest_bytes(self.bytes_of(spec).cpu().numpy())
+        return self._whole
+
+    def finish(self) -> None:
+        """Raise when the export has more than the manifest."""
+        item = next(self._source, None)
+        if item is not None:
+            raise WeightUpdateError("the export goes on after the manifest's end", tensor=item[0])
+
+
+class MappedBucket:
+    """A bucket of the other side, mapped read-only. Use as a context manager; its views end with it."""
+
+    def __init__(self, bucket: ShmBucket) -> None:
+        self._bucket = bucket
+        try:
+            descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise WeightUpdateError(f"cannot open bucket {bucket.index} at {bucket.path}: {error.strerror}") from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < bucket.num_bytes:
+                raise WeightUpdateError(
+                    f"bucket {bucket.index} says {bucket.num_bytes} bytes, {bucket.path} has {size}"
+                )
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else None
+        finally:
+            os.close(descriptor)
+        self._data: Bytes = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
+
+    def bytes_of(self, tensor: ShmTensor) -> Bytes:
+        """Read-only uint8 view of one tensor.
+
+        Raises:
+            WeightUpdateError: the tensor lies outside the bucket.
+        """
+        end = tensor.offset + tensor.spec.num_bytes
+        if tensor.offset < 0 or end > self._bucket.num_bytes:
+            raise WeightUpdateError(f"lies outside bucket {self._bucket.index}", tensor=tensor.spec.name)
+        return self._data[tensor.offset : end]
+
+    def __enter__(self) -> MappedBucket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._data = np.empty(0, np.uint8)
+        # Leaving the mapping to the garbage collector keeps it valid for a view that somebody still holds.
+        self._map = None
+
+
+class LocalReceiver:
+    """Stages one update in memory of its own and gives it out only when it is complete and verified.
+
+    Buckets may come in any order and more than once. Nothing of an update is visible before `commit`.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._staging: _Staging | None = None
+        self._committed: str | None = None
+
+    def begin(self, update_id: str, manifest: WeightManifest) -> None:
+        """Open an update; an unfinished other one is dropped. Beginning the same one again changes nothing."""
+        if self._staging is None or self._staging.update_id != update_id:
+            self._staging = _Staging(update_id, manifest)
+
+    def load(self, bucket: ShmBucket) -> None:
+        """Verify and copy one bucket.
+
+        Raises:
+            WeightUpdateError: names the tensor and what is wrong with it.
+        """
+        staging = self._require(bucket.update_id)
+        with MappedBucket(bucket) as mapped:
+            for tensor in bucket.tensors:
+                staging.put(tensor.spec, mapped.bytes_of(tensor), bucket.part_of, bucket.part_start)
+
+    def commit(self, update_id: str) -> None:
+        """Swap the update in. Committing the same one again changes nothing.
+
+        Raises:
+            WeightUpdateError: a tensor is missing or incomplete; the old weights stay.
+        """
+        if update_id == self._committed:
+            return
+        staging = self._require(update_id)
+        self.tensors, self.version = staging.finish(), staging.manifest.version
+        self._staging, self._committed = None, update_id
+
+    def rollback(self, update_id: str) -> None:
+        """Drop an uncommitted update; unknown ones are ignored."""
+        if self._staging is not None and self._staging.update_id == update_id:
+            self._staging = None
+
+    def _require(self, update_id: str) -> _Staging:
+        if self._staging is None or self._staging.update_id != update_id:
+            raise WeightUpdateError(f"update {update_id} was not begun here")
+        return self._staging
+
+
+class _Staging:
+    """Tensors of an update that is under way, and which bytes of each have come."""
+
+    def __init__(self, update_id: str, manifest: WeightManifest) -> None:
+        self.update_id = update_id
+        self.manifest = manifest
+        self._specs = {spec.name: spec for spec in manifest.tensors}
+        self._data: dict[str, Bytes] = {}
+        self._parts: dict[str, dict[int, int]] = {}
+        self._whole: dict[str, str] = {}
+
+    def put(self, spec: TensorSpec, data: Bytes, part_of: TensorSpec | None, start: int) -> None:
+        """Check and copy a tensor, or the part of one that begins at byte `start`."""
+        whole = part_of if part_of is not None else spec
+        expected = self._specs.get(whole.name)
+        if expected is None:
+            raise WeightUpdateError("is not in the manifest", tensor=whole.name)
+        if (whole.dtype, whole.shape) != (expected.dtype, expected.shape):
+            raise WeightUpdateError(
+                f"came as {whole.dtype}{list(whole.shape)}, the manifest says {expected.dtype}{list(expected.shape)}",
+                tensor=whole.name,
+            )
+        if start < 0 or start + len(data) > expected.num_bytes:
+            raise WeightUpdateError(f"a part at byte {start} lies outside the tensor", tensor=whole.name)
+        target = self._data.get(whole.name)
+        if target is None:
+            target = self._data[whole.name] = np.empty(expected.num_bytes, np.uint8)
+        parts = self._parts.setdefault(whole.name, {})
+        # A failed second delivery has spoilt the first one's bytes: they must not count as present.
+        parts.pop(start, None)
+        got = copy_with_digest(data, target[start : start + len(data)], digests=spec.digest is not None)
+        if spec.digest is not None and got != spec.digest:
+            raise WeightUpdateError(f"digest is {got}, the sender says {spec.digest}", tensor=whole.name)
+        parts[start] = len(data)
+        if part_of is not None and part_of.digest is not None:
+            self._whole[whole.name] = part_of.digest
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """All tensors, or WeightUpdateError naming the first that is not complete."""
+        for name, spec in self._specs.items():
+            position = 0
+            for start, length in sorted(self._parts.get(name, {}).items()):
+                if start > position:
+                    break
+                position = max(position, start + length)
+            if name not in self._parts or position < spec.num_bytes:
+                raise WeightUpdateError(f"{position} of {spec.num_bytes} bytes came", tensor=name)
+        for name, stated in self._whole.items():
+            got = digest_bytes(self._data[name])
+            if got != stated:
+                raise WeightUpdateError(f"digest of the joined parts is {got}, not {stated}", tensor=name)
+        return {name: from_bytes(self._data[name], spec) for name, spec in self._specs.items()}
