@@ -1,0 +1,68 @@
+"""What a client sees of a sampled turn, and the one function that makes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from miles_contracts import Message, ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+CallId = Callable[[int], str]
+
+
+class ParsedMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampled turn as a client sees it.
+
+    Attributes:
+        content: the answer, "" when there is none; text of calls that could not be read is in it.
+        reasoning_content: what was thought before the answer, or None when there was no reasoning.
+        tool_calls: the calls that could be read, arguments as JSON text.
+        malformed: why each unreadable call was left in `content`; empty when all was well.
+    """
+
+    content: str
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+
+    def to_message(self) -> Message:
+        """The assistant message of the contracts; content is None when there are only calls."""
+        return Message(
+            role="assistant",
+            content=self.content if self.content or not self.tool_calls else None,
+            reasoning_content=self.reasoning_content,
+            tool_calls=self.tool_calls,
+        )
+
+
+class CompletionSyntax(Protocol):
+    """How a model family writes a turn."""
+
+    def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedMessage:
+        """Reads one turn, control tokens included in the text, the final stop token not."""
+        ...
+
+
+def parse_completion(
+    text: str, syntax: CompletionSyntax, tools: Tools = (), *, call_id: CallId | None = None
+) -> ParsedMessage:
+    """Reads a sampled turn.
+
+    Args:
+        text: the decoded turn with its control tokens, without the final stop token.
+        syntax: the family's way of writing (`renderer.turn_syntax()`).
+        tools: OpenAI tool objects of the request; their schemas tell text arguments from numbers.
+        call_id: id of the n-th call where the model writes none; random when not given.
+
+    Returns:
+        The view; anything that is not understood stays in `content`.
+    """
+    return syntax.parse(text, tools, call_id or _random_id)
+
+
+def _random_id(index: int) -> str:
+    return f"call_{secrets.token_hex(12)}"

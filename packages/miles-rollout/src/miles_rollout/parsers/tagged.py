@@ -1,0 +1,55 @@
+"""Turns in which reasoning stands between two tags, followed by the answer and the calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_rollout.parsers.calls import CallFormat
+from miles_rollout.parsers.message import CallId, ParsedMessage, Tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaggedSyntax:
+    """`<think>reasoning</think>answer calls`, with the tags and the call format of a family.
+
+    Attributes:
+        opening: tag that begins reasoning, or None for a family that does not reason.
+        closing: tag that ends it.
+        begins_inside: the generation prompt has already opened the reasoning.
+        calls: the family's tool calls, or None.
+        strip: characters taken off both ends of reasoning and off the start of the answer.
+    """
+
+    opening: str | None = "<think>"
+    closing: str = "</think>"
+    begins_inside: bool = False
+    calls: CallFormat | None = None
+    strip: str = "\n"
+
+    def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedMessage:
+        """See `CompletionSyntax.parse`. Reasoning that never ends is reasoning; it is not the answer."""
+        reasoning, rest = self.split(text)
+        if self.calls is None:
+            return ParsedMessage(content=rest, reasoning_content=reasoning)
+        found = self.calls.parse(rest, tools, call_id)
+        return ParsedMessage(
+            content=found.content,
+            reasoning_content=reasoning,
+            tool_calls=found.tool_calls,
+            malformed=found.malformed,
+        )
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Reasoning (None when there is none) and the rest."""
+        if self.opening is None:
+            return None, text
+        body = text
+        if not self.begins_inside:
+            if not text.lstrip().startswith(self.opening):
+                return None, text
+            body = text.lstrip()[len(self.opening) :]
+        elif text.lstrip().startswith(self.opening):  # some models open the reasoning once more
+            body = text.lstrip()[len(self.opening) :]
+        reasoning, closed, rest = body.partition(self.closing)
+        reasoning = reasoning.strip(self.strip)
+        return (reasoning or None), (rest.lstrip(self.strip) if closed else "")

@@ -1,0 +1,346 @@
+"""The renderer of a conversation: whole once, then only what was appended, and never the sampled ids again.
+
+A family is a `Dialect`: how it writes the head of a conversation, a message, and the opening of the assistant's turn.
+`DialectRenderer` adds what all share. Because a dialect writes message by message and every turn is closed by a
+control token, a longer conversation extends a shorter one by construction; what construction cannot promise (a seam
+inside plain text) is checked, and refused when it fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self
+
+from miles_contracts import InvalidFieldError, Message
+from miles_rollout.parsers import CompletionSyntax, ParsedMessage, parse_completion
+from miles_rollout.renderers.errors import RenderError, RenderRefusedError
+from miles_rollout.renderers.folder import ModelFolder
+from miles_rollout.renderers.vocabulary import Vocabulary
+from miles_rollout.renderers.writer import Writer
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderOptions:
+    """What a request may choose about the rendering; fixed within one conversation.
+
+    Attributes:
+        thinking: whether the assistant reasons before it answers; None leaves it to the family.
+        reasoning_effort: a level the family knows ("low", "medium", "high", ...); None leaves it to the family.
+        today: the date that some templates print; fixed when a renderer is made, because a date that changes at
+            midnight would change the head of a running conversation.
+        template_variables: further variables for a Jinja template (only the default family reads them).
+    """
+
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
+    today: datetime.date = field(default_factory=datetime.date.today)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Renderer(Protocol):
+    """What the session server, the rollout and data preparation use of a family (see `DialectRenderer`)."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def options(self) -> RenderOptions: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def syntax(self) -> CompletionSyntax: ...
+
+    def with_options(self, **changes: Any) -> Renderer:
+        """The same renderer with other `RenderOptions`; cheap, shares the tokenizer."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a whole conversation, by default with the opening of the next assistant turn."""
+        ...
+
+    def render_suffix(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools = (),
+    ) -> list[int]:
+        """Ids to put behind `history_ids` so that the policy can go on after `appended`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> ParsedMessage:
+        """The view of a sampled turn that a client gets: content, reasoning, tool calls."""
+        ...
+
+
+class BaseRenderer:
+    """Tokenizer, options, stop tokens and views; families add how a conversation is written."""
+
+    name: ClassVar[str]
+    syntax: CompletionSyntax
+
+    def __init__(self, folder: ModelFolder, options: RenderOptions, stop: Iterable[str]) -> None:
+        self.folder = folder
+        self.options = options
+        self.vocabulary = folder.vocabulary
+        names = dict.fromkeys([*stop, *folder.eos_tokens])
+        self._stop_token_ids = tuple(self.vocabulary.id(t) for t in names if t in self.vocabulary.added)
+
+    @property
+    def family(self) -> str:
+        """Name of the family."""
+        return self.name
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer knows."""
+        return self.vocabulary.size
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends an assistant turn, the family's own first."""
+        return self._stop_token_ids
+
+    def with_options(self, **changes: Any) -> Self:
+        """The same renderer with other options; cheap, shares the tokenizer.
+
+        Raises:
+            InvalidFieldError: an option that does not exist.
+        """
+        unknown = changes.keys() - RenderOptions.__dataclass_fields__.keys()
+        if unknown:
+            known = ", ".join(sorted(RenderOptions.__dataclass_fields__))
+            raise InvalidFieldError("render options", sorted(unknown)[0], f"must be one of {known}")
+        other = copy.copy(self)
+        other.options = replace(self.options, **changes)
+        other.check_options()
+        return other
+
+    def check_options(self) -> None:
+        """Refuses options that the family cannot follow; families override."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; without the tokens that the tokenizer calls special and those that end a turn.
+
+        Raises:
+            InvalidFieldError: an id is outside the vocabulary.
+        """
+        if not skip_special_tokens:
+            return self.vocabulary.decode(token_ids)
+        added = self.vocabulary.added
+        return self.vocabulary.decode(
+            token_ids, skip=[*(added[t] for t in self.vocabulary.special), *self._stop_token_ids]
+        )
+
+    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> ParsedMessage:
+        """The client's view of one sampled turn; the ids are only read.
+
+        Args:
+            token_ids: what was sampled after the generation prompt, stop token included if there was one.
+            tools: the tools of the request, whose schemas tell text arguments from numbers.
+        """
+        end = len(token_ids)
+        if end and token_ids[-1] in self._stop_token_ids:
+            end -= 1
+        return parse_completion(self.vocabulary.decode(token_ids[:end]), self.turn_syntax(), tools)
+
+    def turn_syntax(self) -> CompletionSyntax:
+        """How a sampled turn is to be read under the current options."""
+        return self.syntax
+
+
+class DialectRenderer(BaseRenderer):
+    """A family that writes conversations message by message.
+
+    Subclasses state their tokens and write messages; they never look at messages other than the one they write, its
+    neighbours in the same request and the assistant turn that a tool result answers.
+
+    Attributes:
+        end: the control token that closes an assistant turn, or "" when the next turn's opening does.
+        glue: text between `end` and whatever follows.
+        stop: further control tokens at which the model stops.
+        roles: roles that may appear in messages.
+        structural: control tokens that message text may not turn into, besides the tokenizer's special ones.
+        required: added tokens without which the tokenizer cannot be of this family.
+    """
+
+    end: ClassVar[str] = ""
+    glue: ClassVar[str] = ""
+    stop: ClassVar[tuple[str, ...]] = ()
+    roles: ClassVar[frozenset[str]] = frozenset({"system", "developer", "user", "assistant", "tool"})
+    structural: ClassVar[frozenset[str]] = frozenset()
+    required: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, folder: ModelFolder, options: RenderOptions) -> None:
+        """Binds the family to a tokenizer.
+
+        Raises:
+            InvalidFieldError: the tokenizer lacks a token of the family, or the options do not fit it.
+        """
+        super().__init__(folder, options, (self.end, *self.stop) if self.end else self.stop)
+        for token in (*self.required, *([self.end] if self.end else [])):
+            if token not in self.vocabulary.added:
+                raise InvalidFieldError(
+                    "family", self.name, f"needs the token {token!r}, which this tokenizer lacks; choose another family"
+                )
+        self._structural = self.structural | self.vocabulary.special
+        self.check_options()
+
+    # -- what a family writes ------------------------------------------------------------------------------------
+
+    def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
+        """Writes what precedes the first turn; returns how many leading messages that has used up."""
+        return 0
+
+    def write_message(self, out: Writer, messages: Sequence[Message], index: int) -> None:
+        """Writes one message with its closing token; neighbours in `messages` are for grouping tool results."""
+        raise NotImplementedError
+
+    def write_generation_prompt(self, out: Writer) -> None:
+        """Opens the assistant's turn."""
+        raise NotImplementedError
+
+    def write_close(self, out: Writer, last_id: int | None, following: Message | None) -> None:
+        """Completes a sampled assistant turn: whatever the family puts behind it that was not sampled.
+
+        Args:
+            out: takes the rest of the turn.
+            last_id: the last id of the history; when it is the family's end token only the glue is missing.
+            following: the message that comes next, or None for another assistant turn.
+        """
+        if last_id != self.vocabulary.id(self.end):
+            out.control(self.end)
+        out.text(self.glue)
+
+    # -- what all families share -----------------------------------------------------------------------------------
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a whole conversation.
+
+        Args:
+            messages: the conversation, first message first.
+            tools: OpenAI tool objects.
+            add_generation_prompt: also open the next assistant turn.
+
+        Raises:
+            InvalidFieldError: a role or field that no family has a form for.
+            RenderError: the family has no form for this conversation.
+        """
+        self._check(messages)
+        out = Writer(self.vocabulary, self._structural, at_start=True)
+        for index in range(self.write_head(out, messages, tools), len(messages)):
+            self.write_message(out, messages, index)
+        if add_generation_prompt:
+            self.write_generation_prompt(out)
+        return out.ids()
+
+    def render_suffix(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools = (),
+    ) -> list[int]:
+        """Ids to put behind `history_ids`: the rest of the sampled turn, `appended`, the next generation prompt.
+
+        Costs time for `appended` only, however long the history is.
+
+        Args:
+            history_messages: messages that `history_ids` stands for; the last one is an assistant turn.
+            history_ids: the ids as rendered and sampled, int sequence of any length; only its end is read.
+            appended: the new messages; empty asks for another assistant turn.
+            tools: as in `render`; they are part of the head and not written again.
+
+        Raises:
+            InvalidFieldError: the history does not end with an assistant turn, or a bad role or field.
+            RenderError: the family has no form for this conversation.
+            RenderRefusedError: the ids would not equal those of the whole rendered at once.
+        """
+        if not history_messages and not len(history_ids):
+            return self.render(appended, tools)
+        check_history(history_messages, history_ids)
+        self._check(appended, offset=len(history_messages))
+        context = [history_messages[-1], *appended]
+        out = Writer(self.vocabulary, self._structural, at_start=False)
+        self.write_close(out, history_ids[-1], appended[0] if appended else None)
+        for index in range(1, len(context)):
+            self.write_message(out, context, index)
+        self.write_generation_prompt(out)
+        ids = out.ids()
+        check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
+        return ids
+
+    def _check(self, messages: Sequence[Message], offset: int = 0) -> None:
+        for index, message in enumerate(messages):
+            if message.role not in self.roles:
+                raise InvalidFieldError(
+                    f"messages[{offset + index}].role", message.role, f"must be one of {', '.join(sorted(self.roles))}"
+                )
+
+
+def check_history(messages: Sequence[Message], ids: Sequence[int]) -> None:
+    """Refuses a history behind which nothing can be appended."""
+    if not messages or messages[-1].role != "assistant":
+        raise InvalidFieldError(
+            "history_messages", messages[-1].role if messages else "nothing", "must end with an assistant turn"
+        )
+    if not len(ids):
+        raise InvalidFieldError("history_ids", "nothing", "must hold the ids of the history")
+
+
+def check_seam(
+    vocabulary: Vocabulary, history: Sequence[int], suffix: Sequence[int], leading: str, *, message_index: int
+) -> None:
+    """Refuses a suffix whose first token would merge with the last of the history in a rendering of the whole.
+
+    Nothing merges across an added token. Otherwise the plain text before the seam (back to the last added token) is
+    encoded together with the plain text behind it; the tokens behind the seam must come out the same. The sampled ids
+    before it need not be the canonical spelling of their text, so only their text is compared.
+    """
+    if not leading or not suffix or vocabulary.is_added(history[-1]):
+        return
+    start = len(history)
+    while start > 0 and not vocabulary.is_added(history[start - 1]):
+        start -= 1
+    before = vocabulary.decode(history[start:])
+    alone = vocabulary.encode(leading)
+    joint = vocabulary.encode(before + leading, at_start=start == 0)
+    kept = len(joint) - len(alone)
+    if kept >= 0 and joint[kept:] == alone and vocabulary.decode(joint[:kept]) == before:
+        return
+    differs = next((i for i in range(1, min(len(joint), len(alone)) + 1) if joint[-i] != alone[-i]), len(alone) + 1)
+    merged = joint[-differs] if differs <= len(joint) else None
+    raise RenderRefusedError(
+        "the tokenizer merges text across the end of the history",
+        message_index=message_index,
+        position=len(history) + max(len(alone) - differs, 0),
+        token="" if merged is None else vocabulary.text_of(merged),
+        remedy="use a family whose turns end with a control token, or start a new branch",
+    )
+
+
+def require_text(message: Message, index: int) -> str:
+    """Content of a message that must have some form of it.
+
+    Raises:
+        RenderError: the message has no content at all.
+    """
+    if message.content is None:
+        raise RenderError(f"messages[{index}].content: a {message.role} message needs text; send an empty string")
+    return message.content

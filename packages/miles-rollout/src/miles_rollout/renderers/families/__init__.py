@@ -1,0 +1,1 @@
+"""One module per way of writing conversations; data and a few lines each."""

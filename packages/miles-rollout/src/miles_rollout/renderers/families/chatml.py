@@ -1,0 +1,103 @@
+"""ChatML: `<|im_start|>role`, text, `<|im_end|>`; SmolLM2 and the many models that took it over unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from miles_contracts import Message
+from miles_rollout.parsers import CompletionSyntax, JsonCalls, TaggedSyntax
+from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.jsontext import normalised_arguments, to_json
+from miles_rollout.renderers.writer import Writer
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+TOOLS_BEFORE = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+TOOLS_AFTER = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+
+
+class ChatMLRenderer(DialectRenderer):
+    """Plain ChatML with Hermes-style tools (JSON between `<tool_call>` tags, results in a user turn).
+
+    No system prompt is invented: templates that insert a default one are not extended by what they would have shown.
+    """
+
+    name: ClassVar[str] = "chatml"
+    end: ClassVar[str] = END
+    glue: ClassVar[str] = "\n"
+    required: ClassVar[tuple[str, ...]] = (START,)
+    structural: ClassVar[frozenset[str]] = frozenset({START, END})
+    syntax: CompletionSyntax = TaggedSyntax(opening=None, calls=JsonCalls())
+
+    def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
+        """Tools share the first system message."""
+        leading = 1 if messages and messages[0].role in ("system", "developer") else 0
+        if not tools:
+            return 0
+        out.control(START)
+        out.text("system\n")
+        if leading:
+            out.content(require_text(messages[0], 0) + "\n\n")
+        out.text(TOOLS_BEFORE)
+        for tool in tools:
+            out.text("\n")
+            out.content(to_json(tool))
+        out.text(TOOLS_AFTER)
+        out.control(END)
+        out.text(self.glue)
+        return leading
+
+    def write_message(self, out: Writer, messages: Sequence[Message], index: int) -> None:
+        """One turn; neighbouring tool results share one."""
+        message = messages[index]
+        if message.role == "tool":
+            self.write_tool_result(out, messages, index)
+            return
+        role = "system" if message.role == "developer" else message.role
+        out.control(START)
+        out.text(f"{role}\n")
+        if message.role == "assistant":
+            self.write_assistant(out, message)
+        else:
+            out.content(require_text(message, index))
+        out.control(END)
+        out.text(self.glue)
+
+    def write_assistant(self, out: Writer, message: Message) -> None:
+        """Body of an assistant turn."""
+        content = message.content or ""
+        out.content(content)
+        self.write_calls(out, message, bool(content))
+
+    def write_calls(self, out: Writer, message: Message, after_text: bool) -> None:
+        """The calls of an assistant turn, one element each, on lines of their own."""
+        for index, call in enumerate(message.tool_calls):
+            out.text("\n<tool_call>\n" if after_text or index else "<tool_call>\n")
+            arguments = normalised_arguments(call.function.arguments)
+            out.content('{"name": "' + call.function.name + '", "arguments": ' + arguments + "}")
+            out.text("\n</tool_call>")
+
+    def write_tool_result(self, out: Writer, messages: Sequence[Message], index: int) -> None:
+        """A result between tags, inside a user turn that a run of results shares."""
+        if index == 0 or messages[index - 1].role != "tool":
+            out.control(START)
+            out.text("user")
+        out.text("\n<tool_response>\n")
+        out.content(require_text(messages[index], index))
+        out.text("\n</tool_response>")
+        if index + 1 == len(messages) or messages[index + 1].role != "tool":
+            out.control(END)
+            out.text(self.glue)
+
+    def write_generation_prompt(self, out: Writer) -> None:
+        """The header of the assistant's turn."""
+        out.control(START)
+        out.text("assistant\n")

@@ -1,0 +1,40 @@
+"""From a model folder to its renderer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from miles_contracts import InvalidFieldError
+from miles_rollout.renderers.base import DialectRenderer, Renderer, RenderOptions
+from miles_rollout.renderers.detect import detect_family
+from miles_rollout.renderers.families.chatml import ChatMLRenderer
+from miles_rollout.renderers.families.qwen3 import Qwen3Renderer
+from miles_rollout.renderers.families.template import TemplateRenderer
+from miles_rollout.renderers.folder import read_folder
+
+_DIALECTS: tuple[type[DialectRenderer], ...] = (ChatMLRenderer, Qwen3Renderer)
+FAMILIES: Mapping[str, type[DialectRenderer] | type[TemplateRenderer]] = MappingProxyType(
+    {d.name: d for d in _DIALECTS} | {TemplateRenderer.name: TemplateRenderer}
+)
+
+
+def load_renderer(model_path: Path, family: str | None = None, *, options: RenderOptions | None = None) -> Renderer:
+    """The renderer of a model or tokenizer folder.
+
+    Args:
+        model_path: a folder with tokenizer.json; tokenizer_config.json, chat_template.jinja, config.json and
+            generation_config.json are read when they are there.
+        family: a name from `FAMILIES`; found from the folder when None (`detect_family` says why).
+        options: what a conversation may choose, see `RenderOptions`.
+
+    Raises:
+        InvalidFieldError: unknown family, a folder that is not a tokenizer, or a tokenizer that is not of the family.
+    """
+    folder = read_folder(Path(model_path))
+    if family is None:
+        family = detect_family(folder).family
+    if family not in FAMILIES:
+        raise InvalidFieldError("family", family, f"must be one of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[family](folder, options or RenderOptions())
