@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from miles_contracts import InvalidFieldError
-
 from miles_loop.config import RunConfig
 from miles_loop.options import Layer, Option, build, find_option, merge, nest, options, parse_text, read_toml
 from miles_loop.recipe import Recipe

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from miles_contracts import MilesError
-
 from miles_loop import toml
 from miles_loop.arguments import Flag, Parsed, config_for, parse
 from miles_loop.recipe import Recipe

@@ -10,9 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
 from miles_contracts import PauseMode
 from miles_trainer.config import TrainerConfig
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

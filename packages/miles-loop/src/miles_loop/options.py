@@ -16,12 +16,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from miles_contracts import InvalidFieldError
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from miles_contracts import InvalidFieldError
 from miles_loop.names import nearest
+from miles_loop.toml import NONE
 
 M = TypeVar("M", bound=BaseModel)
 Layer = Mapping[str, Any]
@@ -175,7 +176,7 @@ def parse_text(option: Option, path: str, text: str) -> Any:
     TOML literals where they parse as one, and text otherwise.
     """
     kinds = _alternatives(option.annotation)
-    if type(None) in kinds and text.lower() == "none":
+    if type(None) in kinds and text.lower() == NONE:
         return None
     if option.is_table:
         if path == option.path:
@@ -208,25 +209,29 @@ def build(model: type[M], layers: Iterable[Layer]) -> M:
     Raises:
         InvalidFieldError: the first problem, with field, value and remedy (all problems when there are several).
     """
-    merged = merge(*layers)
     known = options(model)
-    _refuse_unknown(known, merged, "")
+    merged = _checked(known, merge(*layers), "")
     try:
         return model.model_validate(merged)
     except ValidationError as error:
         raise explain(error, known) from error
 
 
-def _refuse_unknown(known: list[Option], layer: Layer, prefix: str) -> None:
+def _checked(known: list[Option], layer: Layer, prefix: str) -> dict[str, Any]:
+    """The layer with unknown names refused and the text `none` made None where the type allows it."""
+    checked: dict[str, Any] = {}
     for key, value in layer.items():
         path = f"{prefix}{key}"
         below = [o for o in known if o.path.startswith(f"{path}.")]
         if isinstance(value, Mapping) and below:
-            _refuse_unknown(known, value, f"{path}.")
+            checked[key] = _checked(known, value, f"{path}.")
         elif below:
             raise InvalidFieldError(path, value, f"this is a section; set its keys, for example {below[0].path}")
         else:
-            find_option_for_key(known, path)
+            option = find_option_for_key(known, path)
+            none = value == NONE and type(None) in _alternatives(option.annotation)
+            checked[key] = None if none else value
+    return checked
 
 
 def find_option_for_key(known: list[Option], path: str) -> Option:

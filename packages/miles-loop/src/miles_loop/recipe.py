@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from miles_contracts import InvalidFieldError
-
 from miles_loop.names import nearest
 
 Overrides = Mapping[str, Any]

@@ -8,22 +8,41 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from miles_contracts import InvalidFieldError
 from pydantic import BaseModel
 
+from miles_contracts import InvalidFieldError
+
+NONE = "none"
+"""How a None is written."""
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 def dumps(value: BaseModel | Mapping[str, Any]) -> str:
-    """TOML text of a nested mapping or model; None is left out (TOML has no null).
+    """TOML text of a nested mapping or model.
+
+    TOML has no null: a None is left out where it is the default anyway, and is the text "none" elsewhere (which
+    reading turns back, see `miles_loop.options.build`).
 
     Raises:
         InvalidFieldError: a value that TOML cannot hold.
     """
-    mapping = value.model_dump() if isinstance(value, BaseModel) else value
+    mapping = _plain(value) if isinstance(value, BaseModel) else value
     lines: list[str] = []
     _table(mapping, (), lines)
     return "\n".join(lines).strip("\n") + "\n"
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            plain[name] = _plain(value)
+        elif value is None and field.default is not None:
+            plain[name] = NONE
+        else:
+            plain[name] = value
+    return plain
 
 
 def _table(mapping: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:

@@ -1,0 +1,126 @@
+"""The umbrella command: `miles recipes | report | doctor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import msgspec
+
+from miles_contracts import InvalidFieldError, MilesError
+from miles_loop.names import nearest
+from miles_loop.recipe import Recipe
+
+GROUP = "miles.recipes"
+"""Entry-point group in which packages announce their recipes."""
+
+USAGE = """usage: miles COMMAND
+
+  miles recipes             list the installed recipes and their commands
+  miles report RUN [--json] show what a run has achieved, also while it runs
+  miles doctor [--json]     check this machine
+
+A recipe brings its own command, for example: miles-qwen3 train --hardware cpu
+"""
+
+
+def load_recipes() -> tuple[list[Recipe], list[str]]:
+    """The recipes of the installed packages in order of their names, and what could not be loaded."""
+    found: list[Recipe] = []
+    problems: list[str] = []
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        try:
+            recipe = point.load()
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{point.name} ({point.value}): {error}")
+            continue
+        if isinstance(recipe, Recipe):
+            found.append(recipe)
+        else:
+            problems.append(f"{point.name} ({point.value}): not a Recipe")
+    return found, problems
+
+
+def _recipes() -> int:
+    recipes, problems = load_recipes()
+    for recipe in recipes:
+        sys.stdout.write(f"{recipe.command}: {recipe.summary}\n")
+        for title, items in (("models", recipe.models), ("tasks", recipe.tasks), ("hardware", recipe.hardware)):
+            sys.stdout.write(f"  {title:<9} {', '.join(item.name for item in items)}\n")
+    for problem in problems:
+        sys.stderr.write(f"miles: cannot load recipe {problem}\n")
+    if not recipes and not problems:
+        sys.stdout.write("no recipes are installed; try: pip install miles-qwen3\n")
+    return 1 if problems else 0
+
+
+def _report(words: Sequence[str], as_json: bool) -> int:
+    from miles_loop import report
+
+    if len(words) != 1:
+        raise InvalidFieldError("RUN", list(words), "give one run folder: miles report RUN")
+    found = report.make_report(Path(words[0]))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    else:
+        sys.stdout.write(report.text(found))
+    return 0
+
+
+def _doctor(as_json: bool) -> int:
+    from miles_loop import doctor
+
+    findings = doctor.examine()
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(findings).decode() + "\n")
+    else:
+        sys.stdout.write(doctor.text(findings))
+    return 1 if any(f.verdict is doctor.Verdict.BAD for f in findings) else 0
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out one command line; the exit status is 0 good, 1 found something bad, 2 bad input.
+
+    Raises:
+        InvalidFieldError: unknown command or option.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    command, rest = argv[0], list(argv[1:])
+    if command not in ("recipes", "report", "doctor"):
+        raise InvalidFieldError(
+            "command", command, f"{nearest(command, ('recipes', 'report', 'doctor'))}use recipes, report or doctor"
+        )
+    if "--help" in rest or "-h" in rest:
+        sys.stdout.write(USAGE)
+        return 0
+    options = [word for word in rest if word.startswith("-")]
+    allowed = () if command == "recipes" else ("--json",)
+    for option in options:
+        if option not in allowed:
+            remedy = f"{nearest(option, allowed)}miles {command} takes {', '.join(allowed) or 'no options'}"
+            raise InvalidFieldError(option, option, remedy)
+    words = [word for word in rest if not word.startswith("-")]
+    if command == "report":
+        return _report(words, "--json" in options)
+    if words:
+        raise InvalidFieldError("argument", words[0], f"miles {command} takes none")
+    return _recipes() if command == "recipes" else _doctor("--json" in options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `miles`."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except MilesError as error:
+        sys.stderr.write(f"miles: {error}\n")
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Writing files so that a reader never sees half of one, and so that a full disk is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from miles_loop.errors import DiskFullError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_disk_full(error: BaseException | str) -> bool:
+    """True for an error (or its text, when it crossed a process) that means: no space left."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    text = str(error)
+    return any(f"os error {code}" in text or os.strerror(code) in text for code in _FULL)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn "no space left" into DiskFullError; let other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(path) from error
+        raise
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file (or the entries of a directory) survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` as a whole: readers see the old content or the new, also after a crash.
+
+    Raises:
+        DiskFullError: no room; the old content stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with disk_errors(path):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of indented JSON."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory; it is renamed first, so that half of it is never mistaken for the whole."""
+    if not path.exists():
+        return
+    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    os.replace(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)

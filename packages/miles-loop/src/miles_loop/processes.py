@@ -1,0 +1,181 @@
+"""Child processes: started in parallel, logged to files, ended together.
+
+A specification is plain data, so that another runtime (actors on many machines) can run the same one. Nothing here
+outlives the driver: see `miles_loop.child`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_loop.errors import DiskFullError, ProcessDiedError
+from miles_loop.files import is_disk_full
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+TAIL_LINES = 15
+"""Lines of a dead process's log that its error shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """What to run.
+
+    Attributes:
+        name: for messages and the log file.
+        module: Python module, run as `__main__`.
+        arguments: its command line.
+        threads: CPU threads it may use; contended OpenMP threads are orders of magnitude slower than one.
+        environment: additions to the parent's environment.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def child_environment(spec: ProcessSpec) -> dict[str, str]:
+    """The parent's environment with explicit thread counts.
+
+    PYTHONDONTWRITEBYTECODE is taken out: without byte code every start compiles torch's imports again, which
+    more than doubles the time to the first step.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment.update({name: str(spec.threads) for name in _THREAD_VARIABLES})
+    environment.update({"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"})
+    environment.update(spec.environment)
+    return environment
+
+
+class ChildProcess:
+    """One running child. `died` ends (with a ProcessDiedError as result) when the process ends by itself."""
+
+    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._pipe: int | None = None
+        self._stopping = False
+        self._log_start = 0
+
+    @property
+    def name(self) -> str:
+        """Name of its specification."""
+        return self.spec.name
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """True from start until the process has ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, pass_fds: Sequence[int] = ()) -> None:
+        """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
+        read_end, self._pipe = os.pipe()
+        self._stopping = False
+        try:
+            with self.log.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "miles_loop.child",
+                    str(read_end),
+                    self.spec.module,
+                    *self.spec.arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=child_environment(self.spec),
+                    pass_fds=(read_end, *pass_fds),
+                    start_new_session=True,  # Ctrl-C reaches the driver alone, which ends the others in order
+                )
+        except OSError as error:
+            if is_disk_full(error):
+                raise DiskFullError(self.log) from error
+            raise
+        finally:
+            os.close(read_end)
+
+    async def died(self) -> ProcessDiedError:
+        """Wait until the process ends without having been told to; never returns for a stopped one."""
+        assert self._process is not None
+        await self._process.wait()
+        if self._stopping:
+            await asyncio.Event().wait()
+        return self.death()
+
+    def death(self) -> ProcessDiedError:
+        """How it ended, with the end of its log."""
+        assert self._process is not None
+        code = self._process.returncode
+        how = f"ended with status {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (out of memory, or somebody killed it)"
+        return ProcessDiedError(self.name, how, self.log, self.tail())
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines that it wrote since its start."""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - 16384))
+                text = log.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it: terminate, wait, then kill its whole process group."""
+        self._stopping = True
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+            except TimeoutError:
+                pass
+        self._signal(signal.SIGKILL)  # whatever is left of the group
+        await self._process.wait()
+        self.close_pipe()
+
+    def kill(self) -> None:
+        """End it at once, without waiting (for signal handlers and last resorts)."""
+        self._stopping = True
+        self._signal(signal.SIGKILL)
+
+    def close_pipe(self) -> None:
+        """Let go of the pipe that keeps the child alive."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return

@@ -1,0 +1,109 @@
+"""The configuration reference: help text for the command line and Markdown for the documentation, from the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+
+from miles_loop.arguments import SHORT_NAMES, Flag
+from miles_loop.config import RunConfig
+from miles_loop.options import Option, options, section_of
+from miles_loop.recipe import Recipe
+
+
+def show_default(value: Any) -> str:
+    """A default as it would be typed; `required` when there is none."""
+    if value is ...:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, (tuple, list)):
+        return ",".join(show_default(v) for v in value) or "empty"
+    return "empty" if value in ("", {}) else str(value)
+
+
+def sections(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, first line of the docstring) of a model and all its sections; the model itself is ''."""
+    found = [(prefix.rstrip("."), _first_line(model))]
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            found += sections(section, f"{prefix}{name}.")
+    return found
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip().splitlines()[0]
+
+
+def _own(section: str, known: Sequence[Option]) -> list[Option]:
+    prefix = f"{section}." if section else ""
+    return [o for o in known if o.path.startswith(prefix) and "." not in o.path[len(prefix) :]]
+
+
+def markdown() -> str:
+    """The reference as Markdown: one table a section."""
+    known = options(RunConfig)
+    lines = ["# Configuration reference", ""]
+    short = {path: name for name, path in SHORT_NAMES.items()}
+    for section, description in sections():
+        lines += [f"## {section or 'The run'}", "", description, "", "| option | type | default | meaning |"]
+        lines.append("|---|---|---|---|")
+        for option in _own(section, known):
+            alias = short.get(option.path)
+            name = f"`--{option.path}`" + (f", `--{alias}`" if alias and alias != option.path else "")
+            kind = option.type_name.replace("|", "\\|")
+            meaning = option.description.replace("|", "\\|")
+            lines.append(f"| {name} | {kind} | `{show_default(option.default)}` | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag], *, settings: bool = True) -> str:
+    """`--help` of one command of a recipe."""
+    out = [f"usage: {recipe.command} {command} [options]", "", summary, ""]
+    if settings:
+        known = {o.path: o for o in options(RunConfig)}
+        out.append("common options:")
+        for name, path in SHORT_NAMES.items():
+            option = known[path]
+            out.append(_entry(f"--{name} {_placeholder(option)}", option.description, show_default(option.default)))
+    out += [_entry(f"--{f.name} {f.value}".rstrip(), f.help, "") for f in flags]
+    if settings:
+        for title, items in (("models", recipe.models), ("tasks", recipe.tasks), ("hardware targets", recipe.hardware)):
+            out += ["", f"{title} (the first is the default):"]
+            for item in items:
+                needs = f" [needs {item.needs}]" if getattr(item, "needs", "") else ""
+                out.append(_entry(item.name, item.summary + needs, ""))
+        out += ["", "all options (in a configuration file: keys of TOML tables):"]
+        listed = options(RunConfig)
+        for section, description in sections():
+            out += ["", f"  {section or 'run'}: {description}"]
+            for option in _own(section, listed):
+                label = f"--{option.path} {_placeholder(option)}"
+                out.append(_entry(label, option.description, show_default(option.default), indent=4))
+    if recipe.examples:
+        out += ["", "examples:"]
+        for comment, line in recipe.examples:
+            out += [f"  # {comment}", f"  {line}"]
+    return "\n".join(out) + "\n"
+
+
+def _placeholder(option: Option) -> str:
+    kind = option.type_name
+    return kind.replace(" or none", "").replace(" ", "").upper() if "|" not in kind else kind.replace(" ", "")
+
+
+def _entry(label: str, description: str, default: str, indent: int = 2) -> str:
+    import textwrap
+
+    text = f"{description} [default: {default}]" if default else description
+    body = textwrap.fill(text, 110, initial_indent=" " * (indent + 6), subsequent_indent=" " * (indent + 6))
+    return f"{' ' * indent}{label}\n{body}"

@@ -1,0 +1,144 @@
+"""What a run has achieved, read from its folder; works while it runs, after it finished and after it died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_contracts import InvalidFieldError
+from miles_loop.display import duration
+from miles_loop.progress import RunStatus
+from miles_loop.run_folder import RunFolder, read_jsonl
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run. None: not known (yet).
+
+    Attributes:
+        run: the folder.
+        status: see `RunStatus`.
+        reason: short name of why it ended early, "" otherwise.
+        message: the same for people.
+        steps: optimiser steps done.
+        steps_planned: optimiser steps of the whole run.
+        eval_first, eval_last: mean held-out reward over the tasks, first and newest evaluation.
+        reward_first, reward_last: mean training reward of the first and the newest step.
+        tokens_sampled: tokens that engines sampled for training (dropped groups included).
+        tokens_trained: tokens that entered the loss.
+        token_mismatches: trained tokens that are not bit-equal to the engine's record of them.
+        engine_restarts: engines started again.
+        prompts_given_up: prompts whose attempts were used up.
+        time_to_first_step_s: from process start to the end of the first optimiser step.
+        wall_s: time the run has taken, resumed parts added.
+        evaluations: every evaluation: step, and mean reward by task.
+    """
+
+    run: str
+    status: str
+    reason: str
+    message: str
+    steps: int
+    steps_planned: int | None
+    eval_first: float | None
+    eval_last: float | None
+    reward_first: float | None
+    reward_last: float | None
+    tokens_sampled: int
+    tokens_trained: int
+    token_mismatches: int
+    engine_restarts: int
+    prompts_given_up: int
+    time_to_first_step_s: float | None
+    wall_s: float
+    evaluations: list[dict[str, Any]]
+
+
+def evaluations(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`{"step": 0, "<task>": reward, ...}` for every record with an evaluation."""
+    found = []
+    for record in records:
+        tasks = {
+            key.removeprefix("eval/").removesuffix("/reward"): value
+            for key, value in record.items()
+            if key.startswith("eval/") and key.endswith("/reward")
+        }
+        if tasks:
+            found.append({"step": record["step"], **tasks})
+    return found
+
+
+def make_report(path: Path) -> Report:
+    """Read a run folder.
+
+    Raises:
+        InvalidFieldError: there is no run.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.exists():
+        raise InvalidFieldError("RUN", str(path), "no run there; give the folder that holds config.toml")
+    status = folder.read_status()
+    records = list(read_jsonl(folder.metrics_file))
+    state = status.get("status", RunStatus.STARTING)
+    reason, message = status.get("reason", ""), status.get("message", "")
+    if state in (RunStatus.STARTING, RunStatus.RUNNING) and not folder.in_use:
+        state, reason = RunStatus.DIED, "driver_gone"
+        message = "the driver's process is gone; continue the run with train --resume"
+    scores = [sum(v for k, v in e.items() if k != "step") / (len(e) - 1) for e in evaluations(records)]
+    rewards = [r["rollout/reward"] for r in records if "rollout/reward" in r]
+    counters = status.get("counters", {})
+    return Report(
+        run=str(path),
+        status=str(state),
+        reason=reason,
+        message=message,
+        steps=max((r["step"] for r in records), default=0),
+        steps_planned=status.get("steps"),
+        eval_first=scores[0] if scores else None,
+        eval_last=scores[-1] if scores else None,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        tokens_sampled=int(counters.get("tokens_sampled", 0)),
+        tokens_trained=int(counters.get("tokens_trained", 0)),
+        token_mismatches=int(counters.get("token_mismatches", 0)),
+        engine_restarts=int(counters.get("engine_restarts", 0)),
+        prompts_given_up=int(counters.get("prompts_given_up", 0)),
+        time_to_first_step_s=status.get("time_to_first_step_s"),
+        wall_s=round(counters.get("wall_s", 0.0), 3),
+        evaluations=evaluations(records),
+    )
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """The report as (label, text) for a table."""
+
+    def change(first: float | None, last: float | None) -> str:
+        return "-" if first is None or last is None else f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
+
+    planned = f" of {report.steps_planned}" if report.steps_planned is not None else ""
+    found = [
+        ("status", report.status + (f": {report.reason}" if report.reason else "")),
+        ("steps", f"{report.steps}{planned}"),
+        ("held-out reward", change(report.eval_first, report.eval_last)),
+        ("training reward", change(report.reward_first, report.reward_last)),
+        ("tokens sampled", f"{report.tokens_sampled:,}"),
+        ("tokens trained", f"{report.tokens_trained:,}"),
+        ("token mismatches", f"{report.token_mismatches:,}"),
+        ("time to first step", duration(report.time_to_first_step_s)),
+        ("wall time", duration(report.wall_s)),
+    ]
+    if report.engine_restarts:
+        found.append(("engine restarts", str(report.engine_restarts)))
+    if report.prompts_given_up:
+        found.append(("prompts given up", str(report.prompts_given_up)))
+    found.append(("folder", report.run))
+    return found
+
+
+def text(report: Report) -> str:
+    """The report for people, without colours."""
+    lines = rows(report)
+    width = max(len(label) for label, _ in lines)
+    body = "\n".join(f"  {label:<{width}}  {value}" for label, value in lines)
+    return body + (f"\n\n{report.message}" if report.message else "") + "\n"

@@ -1,0 +1,136 @@
+"""The driver's end of the trainer process; also the source of weight updates.
+
+One request is outstanding at a time. Every wait has a deadline with a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from miles_contracts import (
+    DeadlineExceededError,
+    Group,
+    MilesError,
+    ShmBucket,
+    WeightManifest,
+    WeightUpdateError,
+    wire,
+)
+from miles_loop import trainer_link as link
+from miles_loop.errors import DiskFullError, RunError, TrainerFailedError
+from miles_loop.files import is_disk_full
+
+R = TypeVar("R")
+_HEADER_BYTES = 32
+
+
+class TrainerClient:
+    """Typed calls over one socket. `deadline_s` bounds each of them.
+
+    Raises (every call):
+        DeadlineExceededError: no answer in time.
+        TrainerFailedError: the trainer answered with an error; its reason is the error's kind.
+        RunError: the connection broke (`trainer_gone`).
+    """
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self._socket = sock
+        self._deadline_s = deadline_s
+        self._lock = asyncio.Lock()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def start(self, request: link.Start, deadline_s: float) -> int:
+        """Load the model; returns its version."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=2**20)
+        return (await self._call(request, link.Started, "the trainer to load its model", deadline_s)).version
+
+    async def train_step(self, groups: Sequence[Group]) -> link.StepDone:
+        """One optimiser step."""
+        return await self._call(link.TrainStep(groups=list(groups)), link.StepDone, "the optimiser step")
+
+    async def begin(self, version: int) -> tuple[str, WeightManifest]:
+        """Open an export of the current weights: its name, and names, dtypes and shapes of what comes."""
+        begun = await self._call(link.BeginExport(version=version), link.ExportBegun, "the weight export")
+        return begun.update_id, begun.manifest
+
+    async def buckets(self, update_id: str) -> AsyncIterator[ShmBucket]:
+        """The buckets of an open export, in order; each is filled when it is asked for."""
+        while True:
+            ready = await self._call(link.NextBucket(update_id=update_id), link.BucketReady, "a bucket of weights")
+            if ready.bucket is None:
+                return
+            yield ready.bucket
+
+    async def acknowledge(self, update_id: str, index: int) -> None:
+        """Every engine has this bucket."""
+        await self._call(link.Acknowledge(update_id=update_id, index=index), link.Done, "an acknowledgement")
+
+    async def release(self, update_id: str) -> None:
+        """The buckets are no longer needed."""
+        await self._call(link.ReleaseExport(update_id=update_id), link.Done, "the release of buckets")
+
+    async def save(self, directory: Path) -> None:
+        """Write model, optimiser, schedule and random state into an existing directory.
+
+        Raises:
+            DiskFullError: no room.
+        """
+        try:
+            await self._call(link.Save(directory=str(directory)), link.Done, "the trainer to save")
+        except TrainerFailedError as error:
+            if is_disk_full(str(error)):
+                raise DiskFullError(directory) from error
+            raise
+
+    async def stop(self) -> None:
+        """Ask the process to end and close the connection."""
+        if self._writer is None:
+            self._socket.close()
+            return
+        try:
+            self._writer.write(wire.encode(link.Stop()))
+            await self._writer.drain()
+        except ConnectionError:
+            pass
+        self._writer.close()
+
+    async def _call(self, request: link.Request, kind: type[R], waited_for: str, deadline_s: float | None = None) -> R:
+        seconds = deadline_s or self._deadline_s
+        # A cancelled caller must not leave half a conversation behind: the exchange goes on and its answer is dropped.
+        reply = await asyncio.shield(asyncio.create_task(self._exchange(request, waited_for, seconds)))
+        if isinstance(reply, link.Failed):
+            raise _error_of(reply)
+        if not isinstance(reply, kind):
+            raise RunError("protocol", f"the trainer process answered {type(reply).__name__}, not {kind.__name__}")
+        return reply
+
+    async def _exchange(self, request: link.Request, waited_for: str, seconds: float) -> link.Reply:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self._send_and_receive(request)
+            except TimeoutError:
+                raise DeadlineExceededError(waited_for, seconds, "raise runtime.step_timeout_s") from None
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                raise RunError("trainer_gone", "the trainer process closed its connection") from error
+
+    async def _send_and_receive(self, request: link.Request) -> link.Reply:
+        assert self._reader is not None and self._writer is not None
+        self._writer.writelines(wire.encode_parts(request))
+        await self._writer.drain()
+        header = await self._reader.readexactly(_HEADER_BYTES)
+        rest = await self._reader.readexactly(wire.frame_length(header) - _HEADER_BYTES)
+        return wire.decode(header + rest, link.Reply)  # type: ignore[arg-type]
+
+
+def _error_of(reply: link.Failed) -> MilesError:
+    if reply.kind == "WeightUpdateError":
+        return WeightUpdateError(reply.message)
+    name = reply.kind.removesuffix("Error")
+    reason = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_") or "trainer_failed"
+    return TrainerFailedError(reason, f"trainer: {reply.message}", resumable=reply.kind != "InvalidFieldError")

@@ -1,0 +1,120 @@
+"""What driver and trainer process say to each other: one wire frame a message, requests answered in order.
+
+The driver asks, the trainer process answers exactly once. Weights are not in the frames: a `BucketReady` names a
+file in shared memory. `TrainStep` carries the groups; `StepDone` returns a digest of every turn the trainer trained
+on, so that the driver can prove that these are the tokens the engine sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from miles_contracts import Group, ShmBucket, Trajectory, WeightManifest, digest
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """First message: what to train. `config` is the trainer's configuration as plain data."""
+
+    model_path: str
+    config: dict[str, Any]
+    seed: int
+    shm_directory: str
+    bucket_bytes: int
+    checkpoint: str | None = None
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The model is loaded (from the checkpoint when one was named)."""
+
+    version: int
+
+
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step", eq=False):
+    """Do one optimiser step on these groups."""
+
+    groups: list[Group]
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
+    """`turns` holds, for every trajectory of every group in order, one digest a turn (see `turn_digest`)."""
+
+    version: int
+    metrics: dict[str, float]
+    turns: list[list[str]]
+
+
+class BeginExport(msgspec.Struct, frozen=True, kw_only=True, tag="begin_export"):
+    """Prepare the current weights, which must be of this version, for the engines."""
+
+    version: int
+
+
+class ExportBegun(msgspec.Struct, frozen=True, kw_only=True, tag="export_begun"):
+    """Name of the update and what will come."""
+
+    update_id: str
+    manifest: WeightManifest
+
+
+class NextBucket(msgspec.Struct, frozen=True, kw_only=True, tag="next_bucket"):
+    """Fill the next bucket of this update."""
+
+    update_id: str
+
+
+class BucketReady(msgspec.Struct, frozen=True, kw_only=True, tag="bucket_ready"):
+    """The bucket, or None when all tensors have been sent."""
+
+    bucket: ShmBucket | None
+
+
+class Acknowledge(msgspec.Struct, frozen=True, kw_only=True, tag="acknowledge"):
+    """Every engine has loaded this bucket; its memory may be used again."""
+
+    update_id: str
+    index: int
+
+
+class ReleaseExport(msgspec.Struct, frozen=True, kw_only=True, tag="release_export"):
+    """The engines are done with this update's buckets."""
+
+    update_id: str
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """Write everything needed to continue into this existing directory."""
+
+    directory: str
+
+
+class ExportModel(msgspec.Struct, frozen=True, kw_only=True, tag="export_model"):
+    """Write model and tokenizer as a Hugging Face folder."""
+
+    directory: str
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """End the process."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """The request was carried out."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The request was refused or failed; `kind` is the error's class name."""
+
+    kind: str
+    message: str
+
+
+Request = Start | TrainStep | BeginExport | NextBucket | Acknowledge | ReleaseExport | Save | ExportModel | Stop
+Reply = Started | StepDone | ExportBegun | BucketReady | Done | Failed
+
+
+def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:
+    """Digest of the ids and log-probs [start, end) of a trajectory, bit for bit."""
+    ids = trajectory.token_ids[start:end].tobytes()
+    return digest(ids + trajectory.logprobs[start:end].tobytes())

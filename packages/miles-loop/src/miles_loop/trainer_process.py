@@ -1,0 +1,153 @@
+"""The trainer's own process: `python -m miles_loop.trainer_process FD`, FD a connected Unix socket to the driver.
+
+It composes the trainer with the sender of weights and answers requests one after the other. An error of a request
+is an answer; only a broken connection or `Stop` ends the process.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_contracts import Group, MilesError, ShmBucket, WeightUpdateError, wire
+from miles_loop import trainer_link as link
+
+# Heavy imports on purpose at the top: they run while the driver prepares everything else.
+from miles_sync import LocalSender
+from miles_trainer import Trainer
+from miles_trainer.config import TrainerConfig
+
+_HEADER_BYTES = 32
+
+
+class Connection:
+    """Frames over a blocking socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def receive(self) -> link.Request | None:
+        """The next request; None when the driver has closed the connection."""
+        header = self._read(_HEADER_BYTES)
+        if header is None:
+            return None
+        buffer = bytearray(wire.frame_length(header))
+        buffer[:_HEADER_BYTES] = header
+        view = memoryview(buffer)[_HEADER_BYTES:]
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                return None
+            view = view[count:]
+        return wire.decode(buffer, link.Request)  # type: ignore[arg-type]
+
+    def send(self, reply: link.Reply) -> None:
+        """Send one reply."""
+        self._socket.sendall(wire.encode(reply))
+
+    def _read(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            part = self._socket.recv(count - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+
+
+class TrainerService:
+    """State of the process: the trainer, the sender and the update that is being sent."""
+
+    def __init__(self, start: link.Start) -> None:
+        config = TrainerConfig.model_validate(start.config)
+        self.trainer = Trainer(Path(start.model_path), config, seed=start.seed)
+        if start.checkpoint is not None:
+            self.trainer.load(Path(start.checkpoint))
+        self._sender = LocalSender(Path(start.shm_directory), bucket_bytes=start.bucket_bytes)
+        self._updates = 0
+        self._buckets: Iterator[ShmBucket] = iter(())
+        self._update_id = ""
+
+    def close(self) -> None:
+        """Remove what is left in shared memory."""
+        self._sender.close()
+
+    def answer(self, request: link.Request) -> link.Reply:
+        """Carry out one request."""
+        match request:
+            case link.TrainStep():
+                return self._train(request.groups)
+            case link.BeginExport():
+                return self._begin_export(request.version)
+            case link.NextBucket():
+                self._require_update(request.update_id)
+                return link.BucketReady(bucket=next(self._buckets, None))
+            case link.Acknowledge():
+                self._sender.acknowledge(request.update_id, request.index)
+            case link.ReleaseExport():
+                self._buckets = iter(())
+                self._sender.release(request.update_id)
+                self._update_id = ""
+            case link.Save():
+                self.trainer.save(Path(request.directory))
+            case link.ExportModel():
+                self.trainer.export_hf(Path(request.directory))
+            case _:
+                raise MilesError(f"unexpected request {type(request).__name__}")
+        return link.Done()
+
+    def _train(self, groups: list[Group]) -> link.StepDone:
+        turns = [[link.turn_digest(t, turn.start, turn.end) for turn in t.turns] for group in groups for t in group]
+        metrics = self.trainer.train_step(groups)
+        return link.StepDone(version=self.trainer.version, metrics=metrics, turns=turns)
+
+    def _begin_export(self, version: int) -> link.ExportBegun:
+        if version != self.trainer.version:
+            raise MilesError(f"asked to export version {version}, the trainer has {self.trainer.version}")
+        self._updates += 1
+        # Unique for ever: an engine may outlive this process and must not take our first update for an old one.
+        self._update_id = f"v{version}-{self._updates}-{secrets.token_hex(4)}"
+        manifest = self.trainer.weight_manifest()
+        self._buckets = iter(self._sender.send(self.trainer.export_weights(), manifest, self._update_id))
+        return link.ExportBegun(update_id=self._update_id, manifest=manifest)
+
+    def _require_update(self, update_id: str) -> None:
+        if update_id != self._update_id:
+            raise MilesError(f"update {update_id!r} is not open, {self._update_id or 'none'!r} is")
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the driver says stop or is gone."""
+    service: TrainerService | None = None
+    try:
+        while (request := connection.receive()) is not None and not isinstance(request, link.Stop):
+            try:
+                if isinstance(request, link.Start):
+                    service = TrainerService(request)
+                    reply: link.Reply = link.Started(version=service.trainer.version)
+                elif service is None:
+                    raise MilesError("the first request must be start")
+                else:
+                    reply = service.answer(request)
+            except Exception as error:  # noqa: BLE001 - request boundary: every error is an answer
+                traceback.print_exc()
+                message = error.reason if isinstance(error, WeightUpdateError) else str(error)
+                reply = link.Failed(kind=type(error).__name__, message=message)
+            connection.send(reply)
+    finally:
+        if service is not None:
+            service.close()
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        serve(Connection(sock))
+
+
+if __name__ == "__main__":
+    main()
