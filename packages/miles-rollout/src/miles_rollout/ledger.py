@@ -1,0 +1,139 @@
+"""The ledger knows where every prompt is, so that none is lost and none is trained twice.
+
+    source -> in flight -> (buffer) -> trained
+                ^    |
+                |    v
+              waiting for retry  -> given up (budget spent; reported)
+
+Attempts of a prompt are numbered from 0 and never reused. The replacement of a single member takes the numbers
+between two attempts of its group (`stride` apart), so that a seed derived from (prompt, member, attempt) is drawn
+once and does not depend on which member failed first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from miles_contracts import InvalidFieldError
+
+
+class UnusedPolicy(StrEnum):
+    """What happens to the prompt of a failed or stale group."""
+
+    DROP = "drop"
+    RETRY = "retry"
+
+
+class Fate(StrEnum):
+    """What `Ledger.unused` did with the prompt."""
+
+    DROPPED = "dropped"
+    RETRIED = "retried"
+    GIVEN_UP = "given_up"
+    """Its budget of retries is spent."""
+
+
+class Issue(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to generate: `attempt` is the number of this try, after `retries` tries of the whole group."""
+
+    prompt_index: int
+    attempt: int = 0
+    retries: int = 0
+
+
+class Ledger:
+    """Which prompts are in flight or wait for a retry, and how often each was tried. A pure state machine.
+
+    Args:
+        policy: for prompts of failed and stale groups.
+        max_retries: retries per prompt before it is given up.
+        stride: attempt numbers that one try of a group may use, 1 plus the replacements of a member.
+    """
+
+    def __init__(self, *, policy: UnusedPolicy = UnusedPolicy.DROP, max_retries: int = 3, stride: int = 1) -> None:
+        if max_retries < 0:
+            raise InvalidFieldError("max_retries", max_retries, "use a value >= 0")
+        if stride < 1:
+            raise InvalidFieldError("stride", stride, "use a value >= 1")
+        self._stride = stride
+        self._policy = UnusedPolicy(policy)
+        self._max_retries = max_retries
+        self._waiting: deque[Issue] = deque()
+        self._in_flight: dict[int, Issue] = {}
+        self._kept: dict[int, Issue] = {}
+
+    @property
+    def stride(self) -> int:
+        """Attempt numbers between two tries of a group."""
+        return self._stride
+
+    @property
+    def in_flight(self) -> tuple[Issue, ...]:
+        """What is being generated, in the order it was begun."""
+        return tuple(self._in_flight.values())
+
+    @property
+    def waiting(self) -> tuple[Issue, ...]:
+        """What will be issued before new prompts, in order."""
+        return tuple(self._waiting)
+
+    def begin_waiting(self) -> Issue | None:
+        """Take the first waiting prompt into flight, None when there is none."""
+        if not self._waiting:
+            return None
+        issue = self._waiting.popleft()
+        self._in_flight[issue.prompt_index] = issue
+        return issue
+
+    def begin_fresh(self, prompt_index: int) -> Issue:
+        """Take a prompt of the source into flight for the first time."""
+        if prompt_index in self._in_flight or prompt_index in self._kept or self._is_waiting(prompt_index):
+            raise InvalidFieldError("prompt_index", prompt_index, "the source gave an ordinal twice")
+        issue = Issue(prompt_index=prompt_index)
+        self._in_flight[prompt_index] = issue
+        return issue
+
+    def kept(self, prompt_index: int) -> None:
+        """The group passed on to the buffer."""
+        self._kept[prompt_index] = self._in_flight.pop(prompt_index)
+
+    def finished(self, prompt_index: int) -> None:
+        """The prompt is done with: trained, or its group filtered."""
+        self._in_flight.pop(prompt_index, None)
+        self._kept.pop(prompt_index, None)
+
+    def unused(self, prompt_index: int) -> Fate:
+        """The group failed or was too stale: retry, drop or give up its prompt."""
+        issue = self._in_flight.pop(prompt_index, None) or self._kept.pop(prompt_index)
+        if self._policy is UnusedPolicy.DROP:
+            return Fate.DROPPED
+        if issue.retries >= self._max_retries:
+            return Fate.GIVEN_UP
+        self._waiting.append(
+            Issue(
+                prompt_index=prompt_index,
+                attempt=issue.attempt + self._stride,
+                retries=issue.retries + 1,
+            )
+        )
+        return Fate.RETRIED
+
+    def state(self) -> tuple[tuple[Issue, ...], tuple[Issue, ...]]:
+        """(to issue again, kept in the buffer). What is in flight comes first, with the attempt it is at, so
+        that a resumed run samples the same tokens."""
+        again = sorted(self._in_flight.values(), key=lambda i: i.prompt_index)
+        return (*again, *self._waiting), tuple(self._kept.values())
+
+    def restore(self, again: Iterable[Issue], kept: Iterable[Issue]) -> None:
+        """Start from a `state`; only on a ledger that was not used yet."""
+        if self._in_flight or self._kept or self._waiting:
+            raise InvalidFieldError("ledger", len(self._in_flight), "restore before the worker starts")
+        self._waiting.extend(again)
+        self._kept.update({i.prompt_index: i for i in kept})
+
+    def _is_waiting(self, prompt_index: int) -> bool:
+        return any(i.prompt_index == prompt_index for i in self._waiting)

@@ -1,0 +1,161 @@
+"""Figures of the asynchronous pipeline; every one says over which groups it is taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from miles_contracts import Group, Status, Trajectory
+
+PREFIX = "rollout/fully_async/"
+FILTER_PREFIX = "rollout/dynamic_filter/drop_"
+BIAS_PREFIX = "rollout/bias/"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of a sequence that is not empty."""
+    return sum(values) / len(values)
+
+
+class _Side:
+    """Lengths and rewards of the trajectories on one side of the bias report."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.rewards: list[float] = []
+
+    def add(self, group: Group) -> None:
+        self.lengths += [t.num_sampled for t in group]
+        self.rewards += [t.reward for t in group if t.reward is not None]
+
+
+class BufferWindow:
+    """What the buffer counted since the last report."""
+
+    def __init__(self) -> None:
+        self._drops: Counter[str] = Counter()
+        self._filtered: Counter[str] = Counter()
+        self._staleness: list[int] = []
+        self._waiting_staleness: list[int] = []
+        self._unknown_consumed = 0
+        self._generation_span: list[int] = []
+        self._queue_wait: list[int] = []
+        self._publish_lag: list[int] = []
+        self._generation_s: list[float] = []
+        self._queue_s: list[float] = []
+        self._wasted_tokens = 0
+        self._trained = _Side()
+        self._dropped = _Side()
+
+    def drop(self, verdict: str, reason: str, group: Group) -> None:
+        """Count a group that will not be trained."""
+        self._drops[verdict] += 1
+        if verdict == "filtered":
+            self._filtered[reason] += 1
+        self._wasted_tokens += sum(t.num_sampled for t in group)
+        self._dropped.add(group)
+
+    def consume(
+        self, group: Group, generation_s: float, queue_s: float, train_version: int, engine_version: int | None
+    ) -> None:
+        """Count a group that goes to the trainer. Its staleness is the sum of three parts: versions that passed
+        while it was generated, while it waited, and between the engines' version and the trainer's."""
+        self._generation_s.append(generation_s)
+        self._queue_s.append(queue_s)
+        self._trained.add(group)
+        oldest = group.oldest_version
+        if oldest is None:
+            self._unknown_consumed += 1
+            return
+        newest = max(t.newest_version for t in group if t.newest_version is not None)
+        self._staleness.append(train_version - oldest)
+        self._generation_span.append(newest - oldest)
+        if engine_version is not None:
+            self._queue_wait.append(engine_version - newest)
+            self._publish_lag.append(train_version - engine_version)
+
+    def observe_waiting(self, groups: Sequence[Group], train_version: int) -> None:
+        """Note the staleness of what is left in the buffer after a batch was collected."""
+        known = [g.oldest_version for g in groups]
+        self._waiting_staleness = [train_version - v for v in known if v is not None]
+
+    def metrics(self, *, queue_size: int, queue_bytes: int) -> dict[str, float]:
+        """All figures of the window. Averages without a single value are left out."""
+        out: dict[str, float] = {
+            PREFIX + "queue_size": queue_size,
+            PREFIX + "queue_bytes": queue_bytes,
+            PREFIX + "aborted_groups_filtered": self._drops["failed"],
+            PREFIX + "stale_groups_filtered": self._drops["stale"],
+            PREFIX + "unknown_version_groups_filtered": self._drops["unknown_version"],
+            PREFIX + "unknown_version_groups_consumed": self._unknown_consumed,
+            PREFIX + "wasted_tokens": self._wasted_tokens,
+        }
+        for reason, count in sorted(self._filtered.items()):
+            out[FILTER_PREFIX + reason] = count
+        for name, values in (("staleness", self._staleness), ("buffer_staleness", self._waiting_staleness)):
+            if values:
+                head, _, tail = name.rpartition("_")
+                join = f"{head}_" if head else ""
+                out[f"{PREFIX}{join}avg_{tail}"] = mean(values)
+                out[f"{PREFIX}{join}max_{tail}"] = max(values)
+        for name, numbers in (
+            ("generation_span", self._generation_span),
+            ("queue_wait", self._queue_wait),
+            ("publish_lag", self._publish_lag),
+            ("generation_seconds", self._generation_s),
+            ("queue_wait_seconds", self._queue_s),
+        ):
+            if numbers:
+                out[PREFIX + name] = mean(numbers)
+        for side, data in (("trained", self._trained), ("dropped", self._dropped)):
+            if data.lengths:
+                out[f"{BIAS_PREFIX}{side}_length"] = mean(data.lengths)
+            if data.rewards:
+                out[f"{BIAS_PREFIX}{side}_reward"] = mean(data.rewards)
+        return out
+
+
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Figures of one training batch: rewards, lengths, endings, weight versions and prefix cache."""
+    trajectories = [t for g in groups for t in g]
+    if not trajectories:
+        return {}
+    count = len(trajectories)
+    answers = [t.num_sampled for t in trajectories]
+    out: dict[str, float] = {
+        "rollout/groups": len(groups),
+        "rollout/trajectories": count,
+        "rollout/tokens": sum(answers),
+        "rollout/response_length_mean": mean(answers),
+        "rollout/response_length_max": max(answers),
+        "rollout/prompt_length_mean": mean([t.num_tokens - n for t, n in zip(trajectories, answers, strict=True)]),
+        "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
+    }
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    if rewards:
+        out["rollout/reward"] = mean(rewards)
+        out["rollout/reward_max"] = max(rewards)
+    out |= version_metrics(trajectories)
+    turns = [turn for t in trajectories for turn in t.turns if turn.cached_tokens is not None]
+    if prompt := sum(turn.start for turn in turns):
+        out["rollout/batch_prefix_cache_hit_rate"] = sum(turn.cached_tokens or 0 for turn in turns) / prompt
+    extra: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            extra.setdefault(name, []).append(value)
+    return out | {f"rollout/metrics/{name}": mean(values) for name, values in sorted(extra.items())}
+
+
+def version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Which weight versions sampled, over the trajectories that say so, and how many saw more than one."""
+    known = [t for t in trajectories if t.oldest_version is not None]
+    oldest = [t.oldest_version for t in known if t.oldest_version is not None]
+    if not oldest:
+        return {}
+    return {
+        "rollout/weight_version/mean": mean(oldest),
+        "rollout/weight_version/min": min(oldest),
+        "rollout/weight_version/max": max(oldest),
+        "rollout/weight_version/mixed_version_ratio": sum(t.oldest_version != t.newest_version for t in known)
+        / len(known),
+    }

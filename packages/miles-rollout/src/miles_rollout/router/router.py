@@ -1,0 +1,288 @@
+"""The router sends each turn to an engine, and sends it to another when that one dies.
+
+An engine that dies, hangs or keeps failing is quarantined: its in-flight turns are issued again elsewhere, and it
+serves again only after it is healthy and reports the current weight version. A turn that is issued again keeps its
+seed, so the session loses time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from miles_contracts import (
+    DeadlineExceededError,
+    Engine,
+    EngineError,
+    EngineUnavailableError,
+    GenerateResult,
+    InvalidFieldError,
+    SamplingParams,
+)
+from miles_rollout.router.table import Placement, RouterTable
+
+_log = logging.getLogger(__name__)
+_RETRIED_STATUS = (408, 429)
+
+
+class RouterConfig(BaseModel):
+    """Deadlines and limits of the router."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    placement: Placement = Field(default=Placement.AFFINITY, description="How turns find their engine.")
+    max_sessions: int = Field(default=100_000, ge=1, description="Sessions remembered for affinity.")
+    max_reissues: int = Field(default=3, ge=0, description="Times one turn is issued again after an engine failed.")
+    strikes: int = Field(default=3, ge=1, description="Failed answers in a row that quarantine an engine.")
+    health_interval_s: float = Field(default=2.0, gt=0, description="Seconds between rounds of health checks.")
+    health_deadline_s: float = Field(default=5.0, gt=0, description="Seconds an engine has to answer a health check.")
+    health_misses: int = Field(default=2, ge=1, description="Missed health checks in a row that quarantine an engine.")
+    turn_deadline_s: float | None = Field(default=None, gt=0, description="Seconds one turn may take; none for ever.")
+    no_engine_s: float = Field(default=300.0, gt=0, description="Seconds a turn waits while no engine serves.")
+
+
+class Router:
+    """Places turns on engines and watches the engines' health.
+
+    Args:
+        engines: what to route to; their URLs are their names.
+        config: deadlines and limits.
+        version: weight version that engines must serve, None while that is not known.
+        seed: of random placement.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        config: RouterConfig | None = None,
+        version: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._config = config or RouterConfig()
+        self._engines = {engine.url: engine for engine in engines}
+        self._table = RouterTable(
+            [e.url for e in engines],
+            placement=self._config.placement,
+            max_sessions=self._config.max_sessions,
+            seed=seed,
+        )
+        self._version = version
+        self._lost = {name: asyncio.Event() for name in self._engines}
+        self._serving = asyncio.Event()
+        self._serving.set()
+        self._strikes = dict.fromkeys(self._engines, 0)
+        self._misses = dict.fromkeys(self._engines, 0)
+        self._reissued = 0
+        self._quarantined = 0
+        self._monitor: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def serving(self) -> list[Engine]:
+        """Engines that take turns now."""
+        return [self._engines[name] for name in self._table.serving]
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """URL and reason of every engine that is out of service."""
+        return {n: s.quarantine for n, s in self._table.slots.items() if s.quarantine is not None}
+
+    @property
+    def reissued_turns(self) -> int:
+        """Turns issued again since the start."""
+        return self._reissued
+
+    async def start(self) -> None:
+        """Begin the health checks."""
+        if self._monitor is not None:
+            raise InvalidFieldError("router", "running", "start it once")
+        self._monitor = asyncio.create_task(self._watch(), name="router-health")
+
+    async def close(self) -> None:
+        """End the health checks. Engines are not touched."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._monitor
+            self._monitor = None
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    def set_version(self, version: int) -> None:
+        """Engines must serve `version` from now on; those that are quarantined return once they do."""
+        if self._version is not None and version < self._version:
+            raise InvalidFieldError("version", version, f"versions never go back from {self._version}")
+        self._version = version
+
+    def add_engine(self, engine: Engine) -> None:
+        """A new or restarted engine. It serves once it is healthy and has the current weights."""
+        if engine.url in self._engines:
+            self.quarantine(engine.url, "restarted")
+        else:
+            self._table.add(engine.url, quarantine="new")
+            self._lost[engine.url] = asyncio.Event()
+            self._lost[engine.url].set()
+        self._engines[engine.url] = engine
+        self._strikes[engine.url] = self._misses[engine.url] = 0
+
+    def quarantine(self, url: str, reason: str) -> None:
+        """Take an engine out of service; its in-flight turns are issued again elsewhere."""
+        if self._table.quarantine(url, reason):
+            _log.warning("engine %s is out of service: %s", url, reason)
+            self._quarantined += 1
+            self._lost[url].set()
+            if not self._table.serving:
+                self._serving.clear()
+
+    def forget(self, key: str) -> None:
+        """The session is over; its place is free."""
+        self._table.forget(key)
+
+    async def generate(
+        self,
+        key: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        routing: bool = False,
+    ) -> GenerateResult:
+        """Sample after `input_ids` on the engine of session `key`.
+
+        Raises:
+            EngineError: the engine refused the request (4xx), or every issue of it failed.
+            DeadlineExceededError: the turn took too long, or no engine served for `no_engine_s`.
+        """
+        tokens = len(input_ids) + params.max_new_tokens
+        avoid: str | None = None
+        for issue in range(1 + self._config.max_reissues):
+            name = await self._place(key, tokens, avoid)
+            try:
+                result = await self._turn(name, input_ids, params, routing)
+            except EngineError as error:
+                self._failed(name, error)
+                if issue == self._config.max_reissues:
+                    raise
+                self._reissued += 1
+                avoid = name
+                continue
+            finally:
+                self._table.done(name, tokens)
+            self._strikes[name] = 0
+            self._table.answered(name, prompt_tokens=len(input_ids), cached_tokens=result.cached_tokens)
+            return result
+        raise AssertionError("unreachable: the last issue returns or raises")
+
+    async def check_health(self) -> None:
+        """Probe all engines at once and act on what they say."""
+        await asyncio.gather(*(self._probe(name) for name in list(self._engines)))
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since the start; hit rates are cached prompt tokens over prompt tokens."""
+        slots = list(self._table.slots.values())
+        out = {
+            "router/engines_serving": float(len(self._table.serving)),
+            "router/reissued_turns": float(self._reissued),
+            "router/quarantines": float(self._quarantined),
+            "router/outstanding_tokens": float(sum(s.outstanding for s in slots)),
+        }
+        for index, slot in enumerate(slots):
+            out[f"router/engine_{index}/turns"] = float(slot.turns)
+            if slot.prompt_tokens:
+                out[f"router/engine_{index}/prefix_cache_hit_rate"] = slot.cached_tokens / slot.prompt_tokens
+        if prompt := sum(s.prompt_tokens for s in slots):
+            out["rollout/prefix_cache_hit_rate"] = sum(s.cached_tokens for s in slots) / prompt
+        return out
+
+    async def _place(self, key: str, tokens: int, avoid: str | None) -> str:
+        try:
+            async with asyncio.timeout(self._config.no_engine_s):
+                while (name := self._table.place(key, tokens, avoid=avoid)) is None:
+                    await self._serving.wait()
+                return name
+        except TimeoutError as error:
+            reasons = "; ".join(f"{url}: {why}" for url, why in self.quarantined.items())
+            raise DeadlineExceededError(
+                f"an engine that serves ({reasons})", self._config.no_engine_s, "restart the engines"
+            ) from error
+
+    async def _turn(self, name: str, input_ids: Sequence[int], params: SamplingParams, routing: bool) -> GenerateResult:
+        """One issue of a turn, given up as soon as its engine is lost or the caller no longer wants it."""
+        engine, request_id = self._engines[name], uuid.uuid4().hex
+        turn = asyncio.ensure_future(engine.generate(input_ids, params, request_id=request_id, routing=routing))
+        lost = asyncio.ensure_future(self._lost[name].wait())
+        try:
+            await asyncio.wait((turn, lost), timeout=self._config.turn_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if turn.done():
+                return turn.result()
+            if lost.done():
+                reason = self._table.slots[name].quarantine or "it was replaced"
+                raise EngineUnavailableError(name, f"lost during a turn: {reason}")
+            raise DeadlineExceededError(
+                f"a turn on {name}", self._config.turn_deadline_s or 0.0, "raise turn_deadline_s, or shorten answers"
+            )
+        finally:
+            lost.cancel()
+            if not turn.done():
+                turn.cancel()
+                self._abort(engine, request_id)
+
+    def _failed(self, name: str, error: EngineError) -> None:
+        """Raise `error` again when the request is to blame, else count it against the engine."""
+        if isinstance(error, EngineUnavailableError):
+            self.quarantine(name, error.reason)
+            return
+        if error.status is not None and 400 <= error.status < 500 and error.status not in _RETRIED_STATUS:
+            raise error
+        self._strikes[name] += 1
+        if self._strikes[name] >= self._config.strikes:
+            self.quarantine(name, f"{self._strikes[name]} failures in a row, the last: {error.reason}")
+
+    def _abort(self, engine: Engine, request_id: str) -> None:
+        """Tell an engine, in the background, that nobody waits for a request any more."""
+
+        async def abort() -> None:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self._config.health_deadline_s):
+                    await engine.abort(request_id)
+
+        task = asyncio.create_task(abort(), name=f"abort-{request_id}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.health_interval_s)
+            await self.check_health()
+
+    async def _probe(self, name: str) -> None:
+        engine, wanted = self._engines[name], self._version
+        version: int | None = None
+        try:
+            async with asyncio.timeout(self._config.health_deadline_s):
+                problem = None if await engine.healthy() else "it says that it is not healthy"
+                version = await engine.weight_version() if problem is None else None
+        except TimeoutError:
+            problem = f"no answer to a health check within {self._config.health_deadline_s:g} s"
+        except EngineError as error:
+            problem = error.reason
+        if self._engines[name] is not engine:
+            return  # replaced while the probe was under way
+        if problem is not None:
+            self._misses[name] += 1
+            if self._misses[name] >= self._config.health_misses or self._table.slots[name].quarantine is not None:
+                self.quarantine(name, problem)
+            return
+        self._misses[name] = 0
+        # A version above `wanted` is the next update, already committed on this engine.
+        if wanted is not None and (version is None or version < wanted):
+            self.quarantine(name, f"it serves version {version}, the current one is {wanted}")
+        elif self._table.admit(name):
+            _log.warning("engine %s serves again", name)
+            self._strikes[name] = 0
+            self._lost[name].clear()
+            self._serving.set()

@@ -1,0 +1,155 @@
+"""Tasks from a JSONL file; every bad line is reported, with its number and the reason, in one error."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_contracts import InvalidFieldError, Message, MilesError, Task
+from miles_rollout.tasks.stream import TaskStream
+
+_SHOWN = 20
+
+
+class TaskFileError(MilesError, ValueError):
+    """A task file has bad lines.
+
+    Attributes:
+        path: the file.
+        problems: (line number from 1, reason) of every bad line.
+    """
+
+    def __init__(self, path: Path, problems: list[tuple[int, str]]) -> None:
+        lines = [f"  line {number}: {reason}" for number, reason in problems[:_SHOWN]]
+        if len(problems) > _SHOWN:
+            lines.append(f"  ... and {len(problems) - _SHOWN} more")
+        super().__init__(f"{path}: {len(problems)} bad line(s); fix or remove them\n" + "\n".join(lines))
+        self.path = path
+        self.problems = problems
+
+
+class _Item(msgspec.Struct, frozen=True):
+    messages: tuple[Message, ...]
+    label: Any
+    metadata: dict[str, Any]
+
+
+class JsonlTasks(TaskStream):
+    """One JSON object a line: `prompt` (text or chat messages), optional `label` and `metadata`.
+
+    Blank lines are skipped. The file is read and checked completely at construction.
+
+    Args:
+        path: the file, UTF-8.
+        seed: of the order of each epoch.
+        shuffle: False keeps the order of the file in every epoch.
+        prompt_key: field with the prompt.
+        label_key: field with the reference answer.
+        metadata_key: field with a JSON object of extras.
+        system_prompt: a system message put before prompts that do not start with one.
+        limit: use only the first `limit` items.
+
+    Raises:
+        InvalidFieldError: the file is missing, unreadable or has no items.
+        TaskFileError: some lines are bad.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        prompt_key: str = "prompt",
+        label_key: str = "label",
+        metadata_key: str = "metadata",
+        system_prompt: str | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._path = Path(path)
+        self._keys = (prompt_key, label_key, metadata_key)
+        self._system = system_prompt
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise InvalidFieldError("task file", str(self._path), f"cannot be read: {reason}") from error
+        self._items = self._parse(data)
+        if limit is not None:
+            if limit < 1:
+                raise InvalidFieldError("limit", limit, "use at least one item")
+            self._items = self._items[:limit]
+        if not self._items:
+            raise InvalidFieldError("task file", str(self._path), "it has no tasks; give one JSON object a line")
+        self._digest = hashlib.blake2b(msgspec.json.encode(self._items), digest_size=16).hexdigest()
+        super().__init__(size=len(self._items), seed=seed, shuffle=shuffle)
+
+    def _parse(self, data: bytes) -> list[_Item]:
+        items: list[_Item] = []
+        problems: list[tuple[int, str]] = []
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                items.append(self._item(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
+            except (ValueError, msgspec.MsgspecError) as error:
+                problems.append((number, str(error)))
+        if problems:
+            raise TaskFileError(self._path, problems)
+        return items
+
+    def _item(self, line: bytes) -> _Item:
+        prompt_key, label_key, metadata_key = self._keys
+        try:
+            record = msgspec.json.decode(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 at byte {error.start}") from error
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        if prompt_key not in record:
+            raise ValueError(f"no field {prompt_key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        metadata = record.get(metadata_key)
+        if metadata is not None and not isinstance(metadata, dict):
+            raise ValueError(f"{metadata_key!r} must be an object, got {type(metadata).__name__}")
+        messages = parse_prompt(record[prompt_key])
+        if self._system is not None and messages[0].role != "system":
+            messages = (Message(role="system", content=self._system), *messages)
+        return _Item(messages=messages, label=record.get(label_key), metadata=metadata or {})
+
+    def _task(self, item: int, prompt_index: int) -> Task:
+        one = self._items[item]
+        return Task(
+            prompt_index=prompt_index,
+            messages=one.messages,
+            label=one.label,
+            metadata=one.metadata,
+            source=self._path.stem,
+        )
+
+    def _fingerprint(self) -> str:
+        return self._digest
+
+
+def parse_prompt(prompt: Any) -> tuple[Message, ...]:
+    """Chat messages from text (one user message) or from a list of OpenAI message objects.
+
+    Raises:
+        ValueError: neither, or an empty one.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        return (Message(role="user", content=prompt),)
+    if not isinstance(prompt, list):
+        raise ValueError(f"the prompt must be text or a list of messages, got {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError("the prompt has no messages")
+    try:
+        return tuple(msgspec.convert(prompt, list[Message]))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"bad message: {error}") from error
