@@ -29,7 +29,7 @@ class UnusedPolicy(StrEnum):
 
 
 class Fate(StrEnum):
-    """What `Ledger.unused` did with the prompt."""
+    """What becomes of the prompt of a group that will not be trained."""
 
     DROPPED = "dropped"
     RETRIED = "retried"
@@ -49,18 +49,27 @@ class Ledger:
     """Which prompts are in flight or wait for a retry, and how often each was tried. A pure state machine.
 
     Args:
-        policy: for prompts of failed and stale groups.
+        on_failure: for prompts of failed groups.
+        on_stale: for prompts of stale groups.
         max_retries: retries per prompt before it is given up.
         stride: attempt numbers that one try of a group may use, 1 plus the replacements of a member.
     """
 
-    def __init__(self, *, policy: UnusedPolicy = UnusedPolicy.DROP, max_retries: int = 3, stride: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        on_failure: UnusedPolicy = UnusedPolicy.DROP,
+        on_stale: UnusedPolicy = UnusedPolicy.DROP,
+        max_retries: int = 3,
+        stride: int = 1,
+    ) -> None:
         if max_retries < 0:
             raise InvalidFieldError("max_retries", max_retries, "use a value >= 0")
         if stride < 1:
             raise InvalidFieldError("stride", stride, "use a value >= 1")
         self._stride = stride
-        self._policy = UnusedPolicy(policy)
+        self._on_failure = UnusedPolicy(on_failure)
+        self._on_stale = UnusedPolicy(on_stale)
         self._max_retries = max_retries
         self._waiting: deque[Issue] = deque()
         self._in_flight: dict[int, Issue] = {}
@@ -106,16 +115,22 @@ class Ledger:
         self._in_flight.pop(prompt_index, None)
         self._kept.pop(prompt_index, None)
 
-    def unused(self, prompt_index: int) -> Fate:
-        """The group failed or was too stale: retry, drop or give up its prompt."""
-        issue = self._in_flight.pop(prompt_index, None) or self._kept.pop(prompt_index)
-        if self._policy is UnusedPolicy.DROP:
+    def failed(self, prompt_index: int) -> Fate:
+        """The group in flight failed: retry, drop or give up its prompt."""
+        return self._unused(self._in_flight.pop(prompt_index), self._on_failure)
+
+    def stale(self, prompt_index: int) -> Fate:
+        """The group in the buffer grew too old: retry, drop or give up its prompt."""
+        return self._unused(self._kept.pop(prompt_index), self._on_stale)
+
+    def _unused(self, issue: Issue, policy: UnusedPolicy) -> Fate:
+        if policy is UnusedPolicy.DROP:
             return Fate.DROPPED
         if issue.retries >= self._max_retries:
             return Fate.GIVEN_UP
         self._waiting.append(
             Issue(
-                prompt_index=prompt_index,
+                prompt_index=issue.prompt_index,
                 attempt=issue.attempt + self._stride,
                 retries=issue.retries + 1,
             )

@@ -182,7 +182,7 @@ class RolloutWorker:
                     now=self._clock(),
                 )
                 for dropped in batch.stale:
-                    self._unused(dropped.group.prompt_index)
+                    self._window.fates[self._ledger.stale(dropped.group.prompt_index)] += 1
                 if batch.groups:
                     break
                 if batch.stale:
@@ -296,7 +296,7 @@ class RolloutWorker:
             self._failures_in_a_row = 0
             self._ledger.finished(group.prompt_index)
             return
-        self._unused(group.prompt_index)
+        self._window.fates[self._ledger.failed(group.prompt_index)] += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._config.max_failures_in_a_row:
             raise RolloutDiedError(f"{self._failures_in_a_row} groups in a row failed; the last: {dropped.reason}")
@@ -316,9 +316,6 @@ class RolloutWorker:
             if self._death is not cause:
                 self._death.__cause__ = cause
         self._notify()
-
-    def _unused(self, prompt_index: int) -> None:
-        self._window.fates[self._ledger.unused(prompt_index)] += 1
 
     def _notify(self) -> None:
         """Wake everybody that waits for a change."""

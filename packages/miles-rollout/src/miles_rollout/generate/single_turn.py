@@ -39,6 +39,7 @@ def single_turn(
     routing: bool = False,
     num_experts: int | None = None,
     keep_text: bool = True,
+    session: str = "prompt",
 ) -> Generate:
     """A Generate that asks the router once and scores the answer.
 
@@ -53,6 +54,7 @@ def single_turn(
         routing: ask the engine for its expert choices; needs `num_experts`.
         num_experts: experts per layer of the served model.
         keep_text: put the decoded answer into `metadata["response"]`, for people.
+        session: prefix of the router's session keys; give evaluation its own.
 
     A trajectory whose reward fails is FAILED with the reason. The engine's errors are raised.
     """
@@ -70,7 +72,7 @@ def single_turn(
             stop_token_ids=stops,
             seed=derive_seed(run_seed, task.prompt_index, member, attempt),
         )
-        result = await router.generate(f"prompt-{task.prompt_index}", prompt_ids, params, routing=routing)
+        result = await router.generate(f"{session}-{task.prompt_index}", prompt_ids, params, routing=routing)
         trajectory = single_generation(
             identity=TrajectoryIdentity(prompt_index=task.prompt_index, member=member, attempt=attempt),
             prompt_ids=prompt_ids,

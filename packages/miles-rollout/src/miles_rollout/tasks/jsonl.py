@@ -50,7 +50,8 @@ class JsonlTasks(TaskStream):
         label_key: field with the reference answer.
         metadata_key: field with a JSON object of extras.
         system_prompt: a system message put before prompts that do not start with one.
-        limit: use only the first `limit` items.
+        skip: leave out the first `skip` items.
+        limit: use at most `limit` items of the rest, so that one file can hold training and held-out tasks.
 
     Raises:
         InvalidFieldError: the file is missing, unreadable or has no items.
@@ -67,6 +68,7 @@ class JsonlTasks(TaskStream):
         label_key: str = "label",
         metadata_key: str = "metadata",
         system_prompt: str | None = None,
+        skip: int = 0,
         limit: int | None = None,
     ) -> None:
         self._path = Path(path)
@@ -78,12 +80,12 @@ class JsonlTasks(TaskStream):
             reason = error.strerror or type(error).__name__
             raise InvalidFieldError("task file", str(self._path), f"cannot be read: {reason}") from error
         self._items = self._parse(data)
-        if limit is not None:
-            if limit < 1:
-                raise InvalidFieldError("limit", limit, "use at least one item")
-            self._items = self._items[:limit]
+        if skip < 0 or (limit is not None and limit < 1):
+            raise InvalidFieldError("skip, limit", (skip, limit), "need skip >= 0 and limit >= 1")
+        found = len(self._items)
+        self._items = self._items[skip:] if limit is None else self._items[skip : skip + limit]
         if not self._items:
-            raise InvalidFieldError("task file", str(self._path), "it has no tasks; give one JSON object a line")
+            raise InvalidFieldError("task file", str(self._path), f"no tasks left of {found} after skipping {skip}")
         self._digest = hashlib.blake2b(msgspec.json.encode(self._items), digest_size=16).hexdigest()
         super().__init__(size=len(self._items), seed=seed, shuffle=shuffle)
 
