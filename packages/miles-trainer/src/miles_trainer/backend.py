@@ -1,0 +1,243 @@
+"""The single-process backend: a Hugging Face model and AdamW in this process, on CPU or one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from miles_contracts import MilesError, Trajectory, WeightManifest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_trainer import checkpoint, export
+from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
+from miles_trainer.config import ObjectiveKind, TrainerConfig
+from miles_trainer.errors import NonFiniteError, NonFiniteReport, describe
+from miles_trainer.loss import StepSums, micro_batch_loss
+from miles_trainer.modeling import PolicyModel, load_model
+from miles_trainer.objectives import Tokens
+from miles_trainer.optimizer import MasterAdamW
+from miles_trainer.schedule import factor
+
+
+class TorchBackend:
+    """Implements `miles_contracts.TrainerBackend` in one process.
+
+    What an update means (credit, weights, objective, packing) is decided by shared code; this class runs the
+    forward and backward passes, the optimiser, and owns the tensors.
+
+    Args:
+        model_path: Hugging Face folder of the policy.
+        config: the trainer's configuration.
+        seed: of torch's generators.
+    """
+
+    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
+        self.config = config
+        self.model_path = model_path
+        name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(name)
+        torch.manual_seed(seed)
+        self.version = 0
+        self._asleep = False
+        self._reference: PolicyModel | None = None
+        self._adopt(model_path)
+
+    def _adopt(self, path: Path) -> None:
+        """Load the model in `path` and a fresh optimiser for it; on failure the present ones stay."""
+        model = load_model(path, self.config.dtype, self.device)
+        policy = self._wrap(model)
+        if self.config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = MasterAdamW(parameters, self.config.optimizer)
+        self.policy = policy
+
+    def _wrap(self, model: Any) -> PolicyModel:
+        batching = self.config.batching
+        return PolicyModel(model, packing=batching.packing, logits_bytes=batching.logits_bytes)
+
+    @property
+    def padded(self) -> bool:
+        """Whether micro-batches are padded, which the planner has to know."""
+        return self.policy.padded
+
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Refuse trajectories this model cannot process (InvalidFieldError)."""
+        check_trajectories(trajectories, self.policy.vocab_size, self.policy.max_length)
+
+    def learning_rate(self) -> float:
+        """Rate of the next update."""
+        return self.config.optimizer.lr * factor(self.version, self.config.optimizer.schedule)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimiser update from a step's micro-batches; returns the step's metrics.
+
+        Raises:
+            NonFiniteError: NaN or infinity in a log-prob, the loss or a gradient; nothing was changed.
+        """
+        self._require_awake()
+        sums = StepSums.zero(self.device)
+        self.optimizer.zero_grad()
+        try:
+            for micro in batch.micro_batches:
+                self._forward_backward(micro, sums)
+            lr = self.learning_rate()
+            norm = self._update(lr, batch)
+        finally:
+            self.optimizer.zero_grad()
+        self.version += 1
+        return {**sums.metrics(batch.num_trained, self.config.objective), "grad_norm": norm, "lr": lr}
+
+    def _update(self, lr: float, batch: TrainBatch) -> float:
+        try:
+            return self.optimizer.step(lr)
+        except NonFiniteError as error:
+            names = [describe(t.identity) for m in batch.micro_batches for t in m.trajectories]
+            report = error.report
+            raise NonFiniteError(
+                NonFiniteReport(
+                    what=report.what,
+                    count=report.count,
+                    value=report.value,
+                    parameters=report.parameters,
+                    candidates=tuple(names[:20]),
+                )
+            ) from None
+
+    def _forward_backward(self, micro: MicroBatch, sums: StepSums) -> None:
+        objective = self.config.objective
+        reference = self._reference_logprobs(micro)
+        logprobs, entropies = self.policy.forward(
+            micro,
+            entropy=objective.entropy_metric or bool(objective.entropy_coefficient),
+            entropy_gradient=bool(objective.entropy_coefficient),
+        )
+        _require_finite("logprob", logprobs, micro)
+        engine = torch.from_numpy(micro.engine_logprobs).to(self.device, logprobs.dtype)
+        if objective.kind is ObjectiveKind.SFT:
+            engine = logprobs.detach()
+        tokens = Tokens(
+            engine=engine,
+            advantages=torch.from_numpy(micro.advantages).to(self.device, logprobs.dtype),
+            weights=torch.from_numpy(micro.weights).to(self.device),
+            segments=torch.from_numpy(micro.segments).to(self.device),
+            num_segments=len(micro.trajectories),
+        )
+        loss, weighted = micro_batch_loss(logprobs, entropies, reference, tokens, objective, sums)
+        if not bool(torch.isfinite(loss.detach())):
+            _require_finite("loss", weighted, micro)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        kl = self.config.objective.kl
+        if not kl.coefficient and not kl.monitor:
+            return None
+        if self._reference is None:
+            model = load_model(kl.reference_path or self.model_path, self.config.dtype, self.device)
+            model.requires_grad_(False).eval()
+            self._reference = self._wrap(model)
+        with torch.no_grad():
+            logprobs, _ = self._reference.forward(micro)
+        _require_finite("reference_logprob", logprobs, micro)
+        return logprobs
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
+        """Log-probs of every token given those before it: float32 [T] each, NaN at 0, sampling temperature applied."""
+        self._require_awake()
+        self.check(trajectories)
+        out = [np.full(t.num_tokens, np.nan, dtype=np.float32) for t in trajectories]
+        for indices in plan(trajectories, self.config.batching.max_tokens, padded=self.padded):
+            micro = build_micro_batch([trajectories[i] for i in indices])
+            if not len(micro.targets):
+                continue
+            with torch.no_grad():
+                logprobs, _ = self.policy.forward(micro)
+            values = logprobs.float().cpu().numpy()
+            ends = np.cumsum(np.maximum(micro.lengths - 1, 0))
+            for index, part in zip(indices, np.split(values, ends[:-1]), strict=True):
+                out[index][1:] = part
+        return out
+
+    def weight_specs(self, version: int) -> WeightManifest:
+        """Manifest of the weights under canonical names, from metadata only."""
+        return export.manifest(self.policy.model, version)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Canonical names and detached tensors, sorted by name; nothing larger than one fused tensor is copied."""
+        self._require_awake()
+        return export.stream(self.policy.model)
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint, atomically (see `checkpoint`)."""
+        checkpoint.save(directory, self.policy.model, self.optimizer, self.version, self.model_path)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        checkpoint.export_hf(directory, self.policy.model, self.model_path)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint; on any error the present state stays.
+
+        Raises:
+            CheckpointError: incomplete, corrupted, or of another model.
+        """
+        saved = checkpoint.read(directory, self.policy.model)
+        before = self.policy, self.optimizer
+        try:
+            self._adopt(directory / checkpoint.HF)
+            checkpoint.restore_optimizer(saved, self.optimizer)
+        except BaseException:
+            self.policy, self.optimizer = before
+            raise
+        checkpoint.restore_rng(saved)
+        self.version = saved.version
+
+    def sleep(self) -> None:
+        """Give up the accelerator: weights and optimiser state move to host memory, gradients are dropped."""
+        if self._asleep:
+            return
+        self._move(torch.device("cpu"))
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._asleep:
+            self._move(self.device)
+            self._asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        self.optimizer.zero_grad()
+        if self.device.type == "cpu":
+            return
+        self.policy.model.to(device)
+        self.optimizer.to(device)
+        if self._reference is not None:
+            self._reference.model.to(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise MilesError("the trainer sleeps; call wake() first")
+
+
+def _require_finite(what: str, values: Tensor, micro: MicroBatch) -> None:
+    finite = torch.isfinite(values.detach())
+    if bool(finite.all()):
+        return
+    bad = torch.nonzero(~finite).flatten().cpu().numpy()
+    first = int(bad[0])
+    raise NonFiniteError(
+        NonFiniteReport(
+            what=what,
+            count=len(bad),
+            value=str(float(values[first])),
+            identity=micro.trajectories[int(micro.segments[first])].identity,
+            token=int(micro.target_index[first]),
+        )
+    )

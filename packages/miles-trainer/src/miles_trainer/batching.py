@@ -1,0 +1,205 @@
+"""A step becomes micro-batches of whole trajectories; the loss is the same whatever the split.
+
+Every trained token carries a weight that already contains the step's global denominator, so a micro-batch
+only sums. Arrays are numpy and flat: nothing here loops over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from miles_contracts import InvalidFieldError, Trajectory
+from numpy.typing import NDArray
+
+from miles_trainer.config import Aggregation
+from miles_trainer.errors import describe
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """S whole trajectories laid end to end: N tokens of which P are predicted (trained or scored).
+
+    Attributes:
+        trajectories: the S trajectories in the order of their tokens.
+        lengths: int64 [S] tokens of each.
+        token_ids: int64 [N].
+        position_ids: int64 [N], restarting at 0 with every trajectory.
+        sources: int64 [P], index into N of the token whose hidden state predicts.
+        targets: int64 [P], the predicted ids.
+        target_index: int64 [P], index of the predicted token in its own trajectory.
+        segments: int64 [P], which of the S trajectories.
+        inverse_temperature: float32 [P].
+        engine_logprobs: float32 [P], NaN where the engine sampled nothing.
+        advantages: float32 [P].
+        weights: float64 [P], share of the token in the step's loss.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    lengths: Ints
+    token_ids: Ints
+    position_ids: Ints
+    sources: Ints
+    targets: Ints
+    target_index: Ints
+    segments: Ints
+    inverse_temperature: NDArray[np.float32]
+    engine_logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    weights: Floats
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one update is made of, already normalised over the whole step.
+
+    Attributes:
+        micro_batches: the step's micro-batches.
+        num_trained: trained tokens of the step.
+        num_members: group members of the step.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_trained: int
+    num_members: int
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `sizes` in bins of at most `capacity`; an item that is larger gets a bin of its own.
+
+    Longest first, each into the first bin with room; equal sizes keep their order, so the plan is
+    deterministic. Uses at most 11/9 of the optimal number of bins plus one.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        for b in range(first_open, len(bins)):
+            if room[b] >= size:
+                bins[b].append(index)
+                room[b] -= size
+                break
+        else:
+            bins.append([index])
+            room.append(capacity - size)
+        while first_open < len(room) and room[first_open] <= 0:
+            first_open += 1
+    return bins
+
+
+def padded_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Like first_fit_decreasing where a bin costs (longest x number), as padding to the longest does."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if bins and sizes[bins[-1][0]] * (len(bins[-1]) + 1) <= capacity:
+            bins[-1].append(index)
+        else:
+            bins.append([index])
+    return bins
+
+
+def token_weights(
+    counts: Ints, members: Ints, num_members: int, aggregation: Aggregation, constant: float | None
+) -> Floats:
+    """Weight of each trained token of each trajectory, float64 [n]; the loss is the weighted sum of token losses.
+
+    Args:
+        counts: trained tokens of each trajectory, [n].
+        members: group member of each trajectory, [n].
+        num_members: members of the step.
+        aggregation: how token losses become one number.
+        constant: denominator per member for `Aggregation.CONSTANT`.
+    """
+    if aggregation is Aggregation.TOKEN:
+        return np.full(len(counts), 1.0 / max(int(counts.sum()), 1))
+    if aggregation is Aggregation.TRAJECTORY:
+        per_member = np.bincount(members, weights=counts, minlength=num_members)
+        return 1.0 / (num_members * per_member[members])
+    if constant is None:
+        raise InvalidFieldError("objective.aggregation_constant", constant, "give it for aggregation 'constant'")
+    return np.full(len(counts), 1.0 / (num_members * constant))
+
+
+def check_trajectories(trajectories: Sequence[Trajectory], vocab_size: int, max_length: int | None) -> None:
+    """Refuse ids the model does not know, trajectories it cannot hold and trained tokens without a context.
+
+    Raises:
+        InvalidFieldError: naming the trajectory.
+    """
+    for t in trajectories:
+        if t.num_tokens and int(t.token_ids.max()) >= vocab_size:
+            raise InvalidFieldError(
+                f"token_ids of {describe(t.identity)}",
+                int(t.token_ids.max()),
+                f"the model's vocabulary has {vocab_size} ids; use the tokenizer of the trained model",
+            )
+        if max_length is not None and t.num_tokens > max_length:
+            raise InvalidFieldError(
+                f"token_ids of {describe(t.identity)}", t.num_tokens, f"the model holds at most {max_length} tokens"
+            )
+        if t.num_tokens and bool(t.loss_mask[0]):
+            raise InvalidFieldError(
+                f"loss_mask of {describe(t.identity)}", True, "the first token has no context; do not train it"
+            )
+
+
+def build_micro_batch(
+    trajectories: Sequence[Trajectory],
+    advantages: Floats | None = None,
+    weights: Floats | None = None,
+) -> MicroBatch:
+    """Lay trajectories end to end.
+
+    Args:
+        trajectories: S trajectories.
+        advantages: float64 [S], or None to predict every token but the first (scoring).
+        weights: float64 [S], weight of each trained token; goes with `advantages`.
+    """
+    lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    token_ids = _concat([t.token_ids for t in trajectories], np.int32).astype(np.int64)
+    logprobs = _concat([t.logprobs for t in trajectories], np.float32)
+    positions = np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)
+    if advantages is None:
+        predicted = np.flatnonzero(positions > 0)
+    else:
+        predicted = np.flatnonzero(_concat([t.loss_mask for t in trajectories], np.bool_))
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)[predicted]
+    temperatures = np.array([t.sampling.temperature or 1.0 for t in trajectories], dtype=np.float32)
+    values = np.zeros(len(lengths)) if advantages is None else advantages
+    shares = np.zeros(len(lengths)) if weights is None else weights
+    return MicroBatch(
+        trajectories=tuple(trajectories),
+        lengths=lengths,
+        token_ids=token_ids,
+        position_ids=positions,
+        sources=predicted - 1,
+        targets=token_ids[predicted],
+        target_index=positions[predicted],
+        segments=segments,
+        inverse_temperature=(1.0 / temperatures)[segments],
+        engine_logprobs=logprobs[predicted],
+        advantages=values.astype(np.float32)[segments],
+        weights=shares[segments],
+    )
+
+
+def _concat(arrays: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+
+
+def plan(trajectories: Sequence[Trajectory], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Which trajectories share a micro-batch, as indices."""
+    sizes = [t.num_tokens for t in trajectories]
+    return padded_bins(sizes, max_tokens) if padded else first_fit_decreasing(sizes, max_tokens)

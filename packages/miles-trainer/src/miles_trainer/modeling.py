@@ -1,0 +1,225 @@
+"""A Hugging Face causal LM as a function from packed tokens to log-probs; what it can do is read from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from miles_contracts import InvalidFieldError
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from miles_trainer import attention
+from miles_trainer.attention import UnsupportedAttentionError, layout_of
+from miles_trainer.batching import MicroBatch
+from miles_trainer.logprobs import token_logprobs
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class Packing(StrEnum):
+    """How the trajectories of a micro-batch are laid out for the model."""
+
+    VARLEN = "varlen"
+    """One row without padding, attention by `attention.varlen_attention`."""
+    BLOCK_DIAGONAL = "block_diagonal"
+    """One row without padding, transformers' own packed masks (from restarting position ids)."""
+    PADDED = "padded"
+    """One row per trajectory, padded on the right; for layers that carry state from token to token."""
+
+
+def load_model(path: Path, dtype: str, device: torch.device) -> nn.Module:
+    """Load the causal LM in `path` (a local folder; nothing is downloaded), dropout off.
+
+    Raises:
+        InvalidFieldError: no such folder, no configuration or no weights in it, or an architecture
+            transformers does not know as a causal LM.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").is_file():
+        raise InvalidFieldError("model_path", str(path), "give a Hugging Face model folder (with config.json)")
+    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+        raise InvalidFieldError("model_path", str(path), "the folder has no weights (*.safetensors)")
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidFieldError("model_path", str(path), f"transformers cannot load it: {error}") from error
+    _disable_randomness(model)
+    return model.to(device)
+
+
+def _disable_randomness(model: nn.Module) -> None:
+    """Dropout and router jitter would make log-probs random, and importance ratios noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def structural_packing(config: Any, model: nn.Module) -> Packing:
+    """The best packing that the model's structure may allow.
+
+    Layers with recurrent state or convolutions over tokens mix neighbours whatever the attention mask says,
+    so such models are padded. Sliding windows, sinks and soft caps need transformers' own masks.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds - _PACKABLE_LAYERS or any(isinstance(m, nn.Conv1d) for m in model.modules()):
+        return Packing.PADDED
+    if kinds - {"full_attention"} or windowed or not getattr(model, "_supports_attention_backend", False):
+        return Packing.BLOCK_DIAGONAL
+    return Packing.VARLEN
+
+
+class PolicyModel:
+    """Runs one model on micro-batches.
+
+    Args:
+        model: a transformers causal LM.
+        packing: `auto`, or the name of a Packing; one the structure forbids is refused.
+        logits_bytes: bytes of logits that may exist at once.
+    """
+
+    def __init__(self, model: nn.Module, *, packing: str, logits_bytes: int) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.text_config: Any = self.config.get_text_config()
+        self.logits_bytes = logits_bytes
+        self.device = next(model.parameters()).device
+        self.head: nn.Module = model.get_output_embeddings()
+        if self.head is None:
+            raise InvalidFieldError("model_path", type(model).__name__, "give a causal LM with an output head")
+        self.vocab_size = int(self.head.weight.shape[0])
+        self.max_length: int | None = getattr(self.text_config, "max_position_embeddings", None)
+        self.packing = self._allowed_packing(packing)
+        self._set_attention(required=packing != "auto")
+        self.plain_head = self._head_is_plain()
+
+    @property
+    def padded(self) -> bool:
+        """True when a micro-batch costs longest x number."""
+        return self.packing is Packing.PADDED
+
+    def forward(
+        self, batch: MicroBatch, *, entropy: bool = False, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [P] of the predicted tokens and, when asked for, entropies [P]; float32 (float64 model: float64)."""
+        sources = torch.from_numpy(batch.sources).to(self.device)
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        inverse_temperature = torch.from_numpy(batch.inverse_temperature).to(self.device)
+        inputs = self._inputs(batch.lengths, batch.token_ids, batch.position_ids)
+        positions = token_rows(batch.lengths, self.device)[sources] if self.padded else sources
+        if not self.plain_head:
+            if self.padded:
+                logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+            else:
+                logits = self.model(**inputs, use_cache=False, logits_to_keep=positions).logits[0]
+            return _dense_logprobs(logits, targets, inverse_temperature, entropy)
+        hidden = self._base(**inputs, use_cache=False).last_hidden_state
+        return token_logprobs(
+            hidden.flatten(0, 1).index_select(0, positions),
+            self.head.weight,
+            getattr(self.head, "bias", None),
+            targets,
+            inverse_temperature,
+            logits_bytes=self.logits_bytes,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+        )
+
+    @property
+    def _base(self) -> Callable[..., Any]:
+        return getattr(self.model, self.model.base_model_prefix)  # type: ignore[arg-type, no-any-return]
+
+    def _inputs(
+        self, lengths: NDArray[np.int64], token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]
+    ) -> dict[str, Any]:
+        """Model inputs for packed tokens [N] of trajectories with these lengths."""
+        ids = torch.from_numpy(token_ids).to(self.device)
+        if self.padded:
+            rows = token_rows(lengths, self.device)
+            padded = ids.new_zeros(len(lengths), int(lengths.max(initial=0)))
+            mask = torch.zeros_like(padded)
+            padded.view(-1)[rows] = ids
+            mask.view(-1)[rows] = 1
+            return {"input_ids": padded, "attention_mask": mask}
+        inputs: dict[str, Any] = {
+            "input_ids": ids[None],
+            "position_ids": torch.from_numpy(position_ids).to(self.device)[None],
+        }
+        if self.packing is Packing.VARLEN:
+            inputs["miles_layout"] = layout_of(lengths, self.device)
+        return inputs
+
+    def _allowed_packing(self, wanted: str) -> Packing:
+        allowed = structural_packing(self.text_config, self.model)
+        order = [Packing.VARLEN, Packing.BLOCK_DIAGONAL, Packing.PADDED]
+        choice = allowed if wanted == "auto" else Packing(wanted)
+        if order.index(choice) < order.index(allowed):
+            raise InvalidFieldError(
+                "batching.packing", wanted, f"{type(self.model).__name__} allows {allowed} at best; use auto"
+            )
+        return choice
+
+    def _set_attention(self, *, required: bool) -> None:
+        """Install packed attention where it is wanted; fall back to transformers' masks when the model cannot use it."""
+        if self.packing is not Packing.VARLEN:
+            return
+        before = self.config._attn_implementation
+        attention.register()
+        self.model.set_attn_implementation(attention.NAME)
+        if self._varlen_works():
+            return
+        if required:
+            raise InvalidFieldError("batching.packing", "varlen", "the model's attention needs block_diagonal")
+        self.model.set_attn_implementation(before)
+        self.packing = Packing.BLOCK_DIAGONAL
+
+    def _probe(self) -> dict[str, Any]:
+        """Inputs of two tiny trajectories."""
+        return self._inputs(np.array([2, 1]), np.zeros(3, dtype=np.int64), np.array([0, 1, 0]))
+
+    def _varlen_works(self) -> bool:
+        try:
+            with torch.no_grad():
+                self._base(**self._probe(), use_cache=False)
+        except (UnsupportedAttentionError, TypeError):
+            return False
+        return True
+
+    def _head_is_plain(self) -> bool:
+        """Whether logits are exactly head(hidden): some models scale or cap them afterwards."""
+        if not isinstance(self.head, nn.Linear):
+            return False
+        inputs = self._probe()
+        with torch.no_grad():
+            logits = self.model(**inputs, use_cache=False).logits
+            plain = self.head(self._base(**inputs, use_cache=False).last_hidden_state)
+        return logits.shape == plain.shape and torch.allclose(logits, plain.to(logits.dtype), rtol=1e-3, atol=1e-5)
+
+
+def token_rows(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
+    """int64 [N]: where each packed token is in a flattened grid padded on the right to the longest trajectory."""
+    width = int(lengths.max(initial=0))
+    starts = np.cumsum(lengths) - lengths
+    shift = np.arange(len(lengths)) * width - starts
+    return torch.from_numpy(np.arange(int(lengths.sum())) + np.repeat(shift, lengths)).to(device)
+
+
+def _dense_logprobs(
+    logits: Tensor, targets: Tensor, inverse_temperature: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    table = torch.log_softmax(logits * inverse_temperature[:, None], dim=-1)
+    chosen = table.gather(1, targets[:, None]).squeeze(1)
+    return chosen, -(table.exp() * table).sum(-1) if entropy else None

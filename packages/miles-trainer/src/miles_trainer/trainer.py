@@ -1,0 +1,121 @@
+"""Groups in, one optimiser update out: credit, normalisation and batching above a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from miles_contracts import Group, InvalidFieldError, Trajectory, WeightManifest
+from numpy.typing import NDArray
+
+from miles_trainer.advantages import Credit, assign_credit
+from miles_trainer.backend import TorchBackend
+from miles_trainer.batching import TrainBatch, build_micro_batch, plan, token_weights
+from miles_trainer.config import ObjectiveKind, TrainerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Trainer:
+    """Trains a causal LM from groups of trajectories.
+
+    Args:
+        model_path: Hugging Face folder of the policy; also the reference unless the configuration names one.
+        config: objective, optimiser, batching.
+        seed: of torch's generators.
+
+    Raises:
+        InvalidFieldError: a model folder that cannot be loaded, or a setting the model does not allow.
+    """
+
+    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
+        self.config = config
+        self.backend = TorchBackend(Path(model_path), config, seed=seed)
+
+    @property
+    def version(self) -> int:
+        """Number of optimiser updates in the weights."""
+        return self.backend.version
+
+    def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One optimiser update from `groups`; returns metrics (means over the step's trained tokens).
+
+        Trajectories of members that failed or have no reward are left out and counted (`excluded`).
+
+        Raises:
+            NonFiniteError: NaN or infinity; model, optimiser and version are unchanged.
+            InvalidFieldError: groups the estimator or the model cannot use, or nothing to train in them.
+        """
+        credit = assign_credit(
+            groups, self.config.advantage, rewarded=self.config.objective.kind is not ObjectiveKind.SFT
+        )
+        if not credit.trajectories:
+            raise InvalidFieldError(
+                "groups",
+                f"{len(groups)} groups, {credit.excluded} trajectories excluded",
+                "give at least one scored trajectory with a trained token",
+            )
+        self.backend.check(credit.trajectories)
+        batch = self._batch(credit)
+        metrics = self.backend.train(batch)
+        return {**metrics, **_credit_metrics(credit, batch)}
+
+    def _batch(self, credit: Credit) -> TrainBatch:
+        objective = self.config.objective
+        counts = np.array([t.num_trained for t in credit.trajectories], dtype=np.int64)
+        weights = token_weights(
+            counts, credit.members, credit.num_members, objective.aggregation, objective.aggregation_constant
+        )
+        bins = plan(credit.trajectories, self.config.batching.max_tokens, padded=self.backend.padded)
+        micro = [build_micro_batch([credit.trajectories[i] for i in b], credit.advantages[b], weights[b]) for b in bins]
+        return TrainBatch(micro_batches=tuple(micro), num_trained=int(counts.sum()), num_members=credit.num_members)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
+        """Log-probs (nats, sampling temperature applied) of each token: float32 [T], NaN at 0."""
+        return self.backend.score(trajectories)
+
+    def weight_manifest(self) -> WeightManifest:
+        """Canonical names, dtypes and shapes of the present version, without digests."""
+        return self.backend.weight_specs(self.version)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(canonical name, detached tensor) sorted by name; valid until the next step."""
+        return self.backend.export_weights()
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint into `directory` (new or empty), atomically; the model alone is in `directory/hf`."""
+        self.backend.save(Path(directory))
+
+    def load(self, directory: Path) -> None:
+        """Continue exactly from a checkpoint (CheckpointError leaves everything as it was)."""
+        self.backend.load(Path(directory))
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        self.backend.export_hf(Path(directory))
+
+    def sleep(self) -> None:
+        """Leave the accelerator until `wake`."""
+        self.backend.sleep()
+
+    def wake(self) -> None:
+        """Return to the accelerator."""
+        self.backend.wake()
+
+
+def _credit_metrics(credit: Credit, batch: TrainBatch) -> dict[str, float]:
+    rewards = credit.rewards
+    return {
+        "tokens": float(batch.num_trained),
+        "tokens_total": float(sum(m.num_tokens for m in batch.micro_batches)),
+        "trajectories": float(len(credit.trajectories)),
+        "members": float(credit.num_members),
+        "micro_batches": float(len(batch.micro_batches)),
+        "excluded": float(credit.excluded),
+        "excluded_groups": float(credit.excluded_groups),
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "advantage_abs": float(np.abs(credit.advantages).mean()),
+    }
