@@ -1,0 +1,121 @@
+"""A node is one generation: the tokens that were new in it, and nothing that an ancestor already holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_contracts import Message, VersionSpan
+from miles_rollout.session.matching import Repair
+
+Tools = tuple[dict[str, Any], ...]
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What an engine sampled, checked. N is the number of sampled tokens.
+
+    Attributes:
+        output_ids: int32 [N].
+        logprobs: float32 [N], nats, finite and <= 0.
+        version_spans: cover [0, N) exactly; positions count from the first sampled token.
+        finish_reason: `stop` or `length`.
+        truncated: a length limit ended it; decided from token counts.
+        cached_tokens: prompt tokens found in the engine's prefix cache, None when not said.
+        routing: expert ids [prompt + N - 1, layers, top_k] of every token fed, None when not recorded.
+        request_id: the engine's name for the request.
+    """
+
+    output_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    truncated: bool
+    request_id: str
+    cached_tokens: int | None = None
+    routing: NDArray[Any] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One committed generation of a session.
+
+    Attributes:
+        seq: order of commit in the session, from 0.
+        begun: how many commits the session had when the request was accepted.
+        parent: the generation this one continues, None for a first turn.
+        messages: what the client appended since the parent's reply (tool-call ids in the stored spelling).
+        reply: the assistant message as the client got it; None for a token-level completion.
+        prompt_ids: int32 [P], tokens of `messages` with the glue before and the generation prompt after them.
+        sampled: what the engine sampled.
+        routing: rows of the tokens that were fed for the first time here, from `start - 1` (0 for a first turn).
+        start: position of the first token of `prompt_ids` in the whole sequence.
+        num_messages: messages of the whole path, this reply included.
+        tools: the tools the path's first prompt was rendered with.
+        id_map: rewritten tool-call id -> stored id, for all messages up to and including `messages`.
+        repairs: kinds of repair that matching this reply has needed.
+        demoted: assistant messages in `messages`, which the policy may have sampled once but did not here.
+        retried: the client asked again for this turn after it was answered.
+    """
+
+    seq: int
+    begun: int
+    parent: Node | None
+    messages: tuple[Message, ...]
+    reply: Message | None
+    prompt_ids: NDArray[np.int32]
+    sampled: Generation
+    routing: NDArray[Any] | None
+    start: int
+    num_messages: int
+    tools: Tools
+    id_map: dict[str, str]
+    repairs: set[Repair] = field(default_factory=set)
+    children: list[Node] = field(default_factory=list)
+    demoted: int = 0
+    retried: bool = False
+
+    @property
+    def sampled_start(self) -> int:
+        """Position of the first sampled token."""
+        return self.start + len(self.prompt_ids)
+
+    @property
+    def end(self) -> int:
+        """Length of the whole sequence up to and including this node."""
+        return self.sampled_start + len(self.sampled.output_ids)
+
+    def path(self) -> list[Node]:
+        """Nodes from the first turn to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+def path_ids(path: Sequence[Node]) -> NDArray[np.int32]:
+    """int32 [T], the whole sequence of a path; the engine saw exactly these ids in this order."""
+    if not path:
+        return np.empty(0, dtype=np.int32)
+    parts = []
+    for node in path:
+        parts.append(node.prompt_ids)
+        parts.append(node.sampled.output_ids)
+    return np.concatenate(parts)
+
+
+def path_messages(path: Sequence[Node]) -> list[Message]:
+    """Messages of a path as they were rendered and sampled."""
+    messages: list[Message] = []
+    for node in path:
+        messages.extend(node.messages)
+        if node.reply is not None:
+            messages.append(node.reply)
+    return messages

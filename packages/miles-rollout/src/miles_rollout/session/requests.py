@@ -1,0 +1,269 @@
+"""Requests of the OpenAI API: what is understood, what is refused and why.
+
+A field that changes what is sampled is honoured or refused, never ignored; fields without influence on the
+tokens (`user`, `metadata`, `store`, `parallel_tool_calls`, ...) are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from miles_contracts import InvalidFieldError, SamplingParams, SamplingTransform
+from miles_rollout.session.errors import BadRequestError, ContextLengthError
+from miles_rollout.session.matching import Repair
+from miles_rollout.session.nodes import Tools
+from miles_rollout.session.tree import Policy
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that chat and text completions share."""
+
+    model: str = ""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of `/v1/chat/completions`. Messages and tools stay as text until it is known what is new in them."""
+
+    messages: msgspec.Raw
+    tools: msgspec.Raw | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    functions: msgspec.Raw | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of `/v1/completions`: the prompt is token ids."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+
+
+class OpenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /sessions`; everything is optional.
+
+    Attributes:
+        policy: linear or branching, by default the server's.
+        sampling: pins how all turns are sampled; a request's own settings then give way (and are counted),
+            except `stop`, `seed` and a smaller budget.
+        thinking: True or False switches the family's reasoning on or off, None leaves its default.
+        reasoning_effort: for families that know it.
+        prompt_index, member, attempt: identity of the trajectories.
+        metadata: kept with the session, given back with it.
+    """
+
+    policy: Policy | None = None
+    sampling: SamplingParams | None = None
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
+    repairs: frozenset[Repair] | None = None
+    prompt_index: int = 0
+    member: int = 0
+    attempt: int = 0
+    metadata: dict[str, Any] = {}
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode a request body.
+
+    Raises:
+        BadRequestError: not JSON, or a field of the wrong type (named in the message).
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, InvalidFieldError) as error:
+        raise BadRequestError(f"request body: {error}") from error
+
+
+def refuse_unsupported(request: SamplingFields) -> None:
+    """Refuse what would change the samples but cannot be done.
+
+    Raises:
+        BadRequestError: naming the field and the remedy.
+    """
+    if request.n not in (None, 1):
+        raise BadRequestError(f"n: got {request.n}; one completion a request, send {request.n} requests", param="n")
+    for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+        value = getattr(request, name)
+        if value is not None and value != neutral:
+            raise BadRequestError(
+                f"{name}: got {value}; penalties would change the distribution that log-probs are taken from, "
+                "leave it out",
+                param=name,
+            )
+    if request.logit_bias:
+        raise BadRequestError("logit_bias: not supported, leave it out", param="logit_bias")
+    if isinstance(request, ChatRequest):
+        _refuse_unsupported_chat(request)
+    elif isinstance(request, CompletionRequest) and (request.echo or request.suffix):
+        raise BadRequestError("echo and suffix: not supported, leave them out", param="echo")
+
+
+def _refuse_unsupported_chat(request: ChatRequest) -> None:
+    if request.response_format is not None and request.response_format.get("type", "text") != "text":
+        kind = request.response_format.get("type")
+        raise BadRequestError(
+            f"response_format: got type {kind!r}; sampling is not constrained, ask for the format in a message",
+            param="response_format",
+        )
+    if request.functions is not None:
+        raise BadRequestError("functions: the retired form; send tools", param="functions")
+    if request.top_logprobs:
+        raise BadRequestError("top_logprobs: only the sampled token's log-prob is known", param="top_logprobs")
+
+
+def parse_tools(raw: bytes) -> Tools:
+    """Decode the tools of a request.
+
+    Raises:
+        BadRequestError: not an array of OpenAI function tools with names.
+    """
+    try:
+        tools = msgspec.json.decode(raw, type=list[dict[str, Any]] | None)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"tools: {error}", param="tools") from error
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            raise BadRequestError(
+                f"tools[{i}]: only tools of type 'function' with a 'function' object are known", param=f"tools[{i}]"
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRequestError(f"tools[{i}].function.name: give a name", param=f"tools[{i}].function.name")
+    return tuple(tools or ())
+
+
+def choice_is_forced(choice: str | dict[str, Any] | None) -> bool:
+    """True for "required" or a named function.
+
+    Raises:
+        BadRequestError: something else than OpenAI's choices.
+    """
+    if choice is None or choice in ("auto", "none"):
+        return False
+    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+        return True
+    raise BadRequestError(
+        f"tool_choice: got {choice!r}; use 'auto', 'none', 'required' or a function", param="tool_choice"
+    )
+
+
+_TRANSFORM = ("temperature", "top_p", "top_k", "min_p")
+
+
+def resolve_sampling(
+    request: SamplingFields,
+    *,
+    pinned: SamplingParams | None,
+    fixed: SamplingTransform | None,
+    default_max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+) -> tuple[SamplingParams, bool]:
+    """How this turn is sampled, before its budget is cut to the context.
+
+    Args:
+        request: the request.
+        pinned: the session's settings, which win over the request's.
+        fixed: the transform of the session's first turn, when nothing is pinned; log-probs of one trajectory
+            are all of one transform.
+        default_max_tokens: budget where neither request nor session says.
+        stop_token_ids: the family's ends of a turn.
+
+    Returns:
+        The parameters, and whether a setting of the request had to give way.
+
+    Raises:
+        BadRequestError: a value out of range, or a transform that differs from `fixed`.
+    """
+    asked = {f: v for f in _TRANSFORM if (v := getattr(request, f)) is not None}
+    base: SamplingTransform | None = pinned.transform if pinned is not None else fixed
+    overridden = base is not None and any(getattr(base, f) != v for f, v in asked.items())
+    if overridden and pinned is None:
+        name = next(f for f, v in asked.items() if getattr(base, f) != v)
+        raise BadRequestError(
+            f"{name}: got {asked[name]}, the session's first turn was sampled with {getattr(base, name)}; "
+            "all turns of a session are sampled alike, use another session or pin the session's sampling",
+            param=name,
+        )
+    values = asked if base is None else {f: getattr(base, f) for f in _TRANSFORM}
+    budget = max_tokens_of(request)
+    if budget is not None and budget < 1:
+        raise BadRequestError(f"max_tokens: got {budget}; use a value >= 1", param="max_tokens")
+    if pinned is not None:
+        budget = pinned.max_new_tokens if budget is None else min(budget, pinned.max_new_tokens)
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if any(not s for s in stop):
+        raise BadRequestError("stop: a stop string is not empty", param="stop")
+    own_ids = (*(request.stop_token_ids or ()), *(pinned.stop_token_ids if pinned else ()))
+    params = SamplingParams(
+        max_new_tokens=budget if budget is not None else default_max_tokens,
+        stop=(*stop, *(pinned.stop if pinned else ())),
+        stop_token_ids=tuple(dict.fromkeys((*own_ids, *stop_token_ids))),
+        ignore_eos=request.ignore_eos or bool(pinned and pinned.ignore_eos),
+        seed=request.seed if request.seed is not None or pinned is None else pinned.seed,
+        **values,
+    )
+    try:
+        _ = params.transform
+    except InvalidFieldError as error:
+        name = error.field.rpartition(".")[2]
+        raise BadRequestError(f"{name}: got {error.value!r}; {error.remedy}", param=name) from error
+    return params, overridden
+
+
+def max_tokens_of(request: SamplingFields) -> int | None:
+    """The budget a request names, under either of its two names."""
+    newer = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    return newer if newer is not None else request.max_tokens
+
+
+def fit_context(params: SamplingParams, prompt_tokens: int, max_context_tokens: int | None) -> SamplingParams:
+    """Cut the budget to what the context leaves.
+
+    Raises:
+        ContextLengthError: it leaves nothing.
+    """
+    if max_context_tokens is None:
+        return params
+    room = max_context_tokens - prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {prompt_tokens} tokens, the context holds {max_context_tokens}; "
+            "end the episode, or compact the history in a branching session",
+            param="messages",
+        )
+    if room >= params.max_new_tokens:
+        return params
+    return msgspec.structs.replace(params, max_new_tokens=room)

@@ -1,0 +1,198 @@
+"""Answers in OpenAI's form, whole or as a stream of server-sent events.
+
+The stream is cut from the finished turn: nothing of a turn reaches the client before the server has committed it,
+so a client never holds text of a turn that the session does not know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from miles_contracts import Message
+from miles_rollout.session.nodes import Node
+
+_ENCODER = msgspec.json.Encoder()
+CHUNK_CHARS = 64
+"""Longest piece of text or arguments in one event of a stream."""
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A committed turn, ready to be written out.
+
+    Attributes:
+        session_id: the session.
+        model: name the client used.
+        node: the turn.
+        prompt_tokens: length of the whole prompt.
+        malformed: why calls were delivered as content.
+        token_texts: text of each sampled token, only when log-probs were asked for.
+        text: completions endpoint only, the decoded text.
+    """
+
+    session_id: str
+    model: str
+    node: Node
+    prompt_tokens: int
+    malformed: tuple[str, ...] = ()
+    token_texts: tuple[str, ...] | None = None
+    text: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Id of the completion."""
+        return f"chatcmpl-{self.session_id[:8]}-{self.node.seq}"
+
+    @property
+    def finish_reason(self) -> str:
+        """`length` whenever the turn is truncated, whatever else is in it."""
+        if self.node.sampled.truncated:
+            return "length"
+        return "tool_calls" if self.node.reply is not None and self.node.reply.tool_calls else "stop"
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts."""
+        sampled = len(self.node.sampled.output_ids)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.prompt_tokens + sampled,
+        }
+        if self.node.sampled.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.node.sampled.cached_tokens}
+        return usage
+
+    def extras(self) -> dict[str, Any]:
+        """What we add to a choice: which turn it is, and what could not be parsed."""
+        extras: dict[str, Any] = {"turn": self.node.seq, "parent": self.node.parent and self.node.parent.seq}
+        if self.malformed:
+            extras["malformed_tool_calls"] = list(self.malformed)
+        return extras
+
+
+def chat_body(answer: Answer) -> bytes:
+    """The `chat.completion` object."""
+    assert answer.node.reply is not None
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": reply_dict(answer.node.reply),
+        "finish_reason": answer.finish_reason,
+        "logprobs": _logprobs(answer),
+        "miles": answer.extras(),
+    }
+    return _ENCODER.encode(_envelope(answer, "chat.completion") | {"choices": [choice], "usage": answer.usage()})
+
+
+def completion_body(answer: Answer) -> bytes:
+    """The `text_completion` object, with the sampled ids as `token_ids`."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": answer.text,
+        "token_ids": answer.node.sampled.output_ids.tolist(),
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+        "miles": answer.extras(),
+    }
+    if answer.token_texts is not None:
+        choice["logprobs"] = {
+            "tokens": list(answer.token_texts),
+            "token_logprobs": answer.node.sampled.logprobs.tolist(),
+            "top_logprobs": None,
+            "text_offset": _offsets(answer.token_texts),
+        }
+    body = _envelope(answer, "text_completion") | {"choices": [choice], "usage": answer.usage()}
+    return _ENCODER.encode(body)
+
+
+def chat_events(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
+    """The events of a streamed `chat.completion.chunk` sequence, `[DONE]` included."""
+    assert answer.node.reply is not None
+    head = _envelope(answer, "chat.completion.chunk")
+    if include_usage:
+        head["usage"] = None
+    reply = answer.node.reply
+
+    def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None} | more
+        return b"data: " + _ENCODER.encode(head | {"choices": [choice]}) + b"\n\n"
+
+    yield event({"role": "assistant", "content": "" if reply.content is not None else None})
+    for piece in _pieces(reply.reasoning_content):
+        yield event({"reasoning_content": piece})
+    for piece in _pieces(reply.content):
+        yield event({"content": piece})
+    for index, call in enumerate(reply.tool_calls):
+        named = {"name": call.function.name, "arguments": ""}
+        yield event({"tool_calls": [{"index": index, "id": call.id, "type": call.type, "function": named}]})
+        for piece in _pieces(call.function.arguments):
+            yield event({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+    yield event({}, answer.finish_reason, logprobs=_logprobs(answer), miles=answer.extras())
+    if include_usage:
+        yield b"data: " + _ENCODER.encode(head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
+    yield DONE
+
+
+def completion_events(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
+    """The events of a streamed `text_completion` sequence, `[DONE]` included."""
+    head = _envelope(answer, "text_completion")
+    for piece in _pieces(answer.text):
+        choice = {"index": 0, "text": piece, "finish_reason": None, "logprobs": None}
+        yield b"data: " + _ENCODER.encode(head | {"choices": [choice]}) + b"\n\n"
+    last = {
+        "index": 0,
+        "text": "",
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+        "token_ids": answer.node.sampled.output_ids.tolist(),
+        "miles": answer.extras(),
+    }
+    yield b"data: " + _ENCODER.encode(head | {"choices": [last]}) + b"\n\n"
+    if include_usage:
+        yield b"data: " + _ENCODER.encode(head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
+    yield DONE
+
+
+def reply_dict(message: Message) -> dict[str, Any]:
+    """An assistant message as clients get it."""
+    out: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning_content is not None:
+        out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"id": c.id, "type": c.type, "function": {"name": c.function.name, "arguments": c.function.arguments}}
+            for c in message.tool_calls
+        ]
+    return out
+
+
+def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": int(time.time()), "model": answer.model}
+
+
+def _pieces(text: str | None) -> Iterator[str]:
+    for start in range(0, len(text or ""), CHUNK_CHARS):
+        yield (text or "")[start : start + CHUNK_CHARS]
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.token_texts is None:
+        return None
+    pairs = zip(answer.token_texts, answer.node.sampled.logprobs.tolist(), strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in pairs
+        ],
+        "refusal": None,
+    }
+
+
+def _offsets(texts: tuple[str, ...]) -> list[int]:
+    offsets, at = [], 0
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return offsets
