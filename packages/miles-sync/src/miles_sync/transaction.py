@@ -15,6 +15,10 @@ engines that an update resumes serve one and the same version. It rests on these
    and is named, for its supervisor to restart or for the next update to heal.
 4. An engine that has rolled an update back refuses a late commit of it. That is the engine's part of the contract,
    and why after a commit round only an acknowledged rollback counts.
+
+A commit may still be under way when its caller has given up. Every other request is assumed to be executed before a
+later one to the same engine is answered, or never. A killed driver needs no rule of its own: wherever it dies, the
+engines that run are of one version, and the next update begins with whatever it finds.
 """
 
 from __future__ import annotations
@@ -118,7 +122,6 @@ class Transaction:
         self._refused: set[str] = set()
         self._committed: set[str] = set()
         self._rolled_back: set[str] = set()
-        self._probed: set[str] = set()
         self._settled: set[str] = set()
 
     @property
@@ -159,8 +162,7 @@ class Transaction:
         if self.phase is Phase.INSPECT:
             self._after_inspect(answers, bad)
         elif self.phase is Phase.PAUSE and self.decision is Decision.BACK:
-            self._probed &= set(bad)
-            self.phase = Phase.ROLLBACK
+            self._after_repause(bad)
         elif self.phase in _BEFORE_COMMIT:
             self._after_preparation(bad)
         elif self.phase is Phase.COMMIT:
@@ -229,13 +231,21 @@ class Transaction:
 
     def _after_canary(self, answers: Mapping[str, Answer]) -> None:
         """A wrong answer condemns the weights; no answer condemns the engine, which is at the new version anyway."""
-        self._probed = set(self.targets)
         if any(answers[e].refused for e in self.targets):
             self.decision = Decision.BACK
             self.phase = Phase.PAUSE
         else:
             self._settled = {e for e in self.targets if answers[e].ok}
             self.phase = Phase.RESUME
+
+    def _after_repause(self, bad: Sequence[str]) -> None:
+        """While any engine may still be running with the condemned weights, no other may run with the old ones."""
+        if not bad:
+            self.phase = Phase.ROLLBACK
+            return
+        self._settled = set()
+        self._note_unsettled({}, f"is not served: {', '.join(bad)} may run with the condemned weights")
+        self.phase = Phase.DONE
 
     def _settle_back(self, now: Mapping[str, int | None]) -> None:
         old = {e for e, version in now.items() if self._serves_old(e, version)}
@@ -244,8 +254,7 @@ class Transaction:
             # The fleet may have been mixed before (a restarted engine, a dead driver): one version goes on.
             chosen = max(votes, key=lambda version: (votes[version], -1 if version is None else version))
             old = {e for e in old if now[e] == chosen}
-        # An engine that a probe set running, and that could not be paused again, may serve the refused version.
-        self._settled = old if self._probed <= old else set()
+        self._settled = old
         self._note_unsettled(now, "is not known to serve the version that goes on")
         self.phase = Phase.RESUME
 
