@@ -1,0 +1,270 @@
+"""The HTTP face of the engine: SGLang's native calls on aiohttp. Nothing here touches the model directly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from miles_contracts import InvalidFieldError, MilesError, PauseMode, WeightUpdateError
+from miles_rollout.engine.answers import generate_answer
+from miles_rollout.engine.config import EngineConfig
+from miles_rollout.engine.core import EngineCore
+from miles_rollout.engine.requests import GenerateCall, parse_generate
+from miles_rollout.engine.rng import SeedSource
+from miles_rollout.engine.sequence import Sequence, State
+
+_log = logging.getLogger(__name__)
+_MAX_BODY = 1 << 30
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def refusal(error: Exception, status: int) -> web.Response:
+    """An error in a form that both SGLang's and our clients read."""
+    body: dict[str, Any] = {"success": False, "message": str(error), "error": {"message": str(error)}}
+    if isinstance(error, InvalidFieldError):
+        body["field"] = error.field
+    if isinstance(error, WeightUpdateError):
+        body["tensor"] = error.tensor
+    return json_response(body, status)
+
+
+@web.middleware
+async def errors_as_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The request boundary: what a caller did wrong is a 400, what we did wrong a 500; the server lives on."""
+    try:
+        return await handler(request)
+    except (InvalidFieldError, WeightUpdateError) as error:
+        return refusal(error, 400)
+    except web.HTTPException as error:
+        return refusal(
+            RuntimeError(f"unknown call {request.method} {request.path}" if error.status == 404 else error.reason),
+            error.status,
+        )
+    except MilesError as error:
+        return refusal(error, 500)
+    except Exception as error:  # noqa: BLE001 (the request boundary)
+        _log.exception("%s %s failed", request.method, request.path)
+        return refusal(RuntimeError(f"{type(error).__name__}: {error}"), 500)
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request; {} when there is no body."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidFieldError("body", raw[:60], f"it is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidFieldError("body", type(body).__name__, "send a JSON object")
+    return body
+
+
+class EngineServer:
+    """Routes of one engine. The core's `deliver` must be this object's `deliver`."""
+
+    def __init__(self, config: EngineConfig, info: dict[str, Any]) -> None:
+        self.config = config
+        self.info = info
+        self.core: EngineCore
+        self._seeds = SeedSource(config.random_seed)
+        self._waiters: dict[str, asyncio.Queue[tuple[int, bool]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def deliver(self, sequences: list[Sequence]) -> None:
+        """From the model thread: wake those who wait for these sequences."""
+        events = [(s.id, s.num_new, s.state is State.FINISHED) for s in sequences]
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake, events)
+
+    def _wake(self, events: list[tuple[str, int, bool]]) -> None:
+        for request_id, count, done in events:
+            queue = self._waiters.get(request_id)
+            if queue is not None:
+                queue.put_nowait((count, done))
+
+    def application(self, core: EngineCore) -> web.Application:
+        """The aiohttp application."""
+        self.core = core
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_answers])
+        app.on_startup.append(self._remember_loop)
+        add = app.router.add_route
+        for method in ("GET", "POST"):
+            add(method, "/health", self.health)
+            add(method, "/health_generate", self.health_generate)
+            add(method, "/get_model_info", self.model_info)
+            add(method, "/model_info", self.model_info)
+            add(method, "/get_server_info", self.server_info)
+            add(method, "/server_info", self.server_info)
+            add(method, "/get_weight_version", self.get_weight_version)
+            add(method, "/weight_version", self.get_weight_version)
+            add(method, "/flush_cache", self.flush_cache)
+        add("POST", "/generate", self.generate)
+        add("POST", "/abort_request", self.abort_request)
+        add("POST", "/pause_generation", self.pause_generation)
+        add("POST", "/continue_generation", self.continue_generation)
+        return app
+
+    async def _remember_loop(self, _: web.Application) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def on_model(self, action: Callable[[], Any]) -> Any:
+        """Run `action` on the model thread and wait for its result."""
+        return await asyncio.wrap_future(self.core.post(action))
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /generate."""
+        raw = await request.read()
+        try:
+            body = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise InvalidFieldError("body", raw[:60], f"it is not JSON: {error}") from error
+        call = parse_generate(body, self.core.request_limits, self.core.codec, self._seeds.next)
+        if call.stream:
+            return await self._stream(request, call)
+        answers = await self._complete(call)
+        return json_response(answers if call.batched else answers[0])
+
+    async def _complete(self, call: GenerateCall) -> list[dict[str, Any]]:
+        for sequence in call.sequences:
+            if sequence.id in self._waiters:
+                raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
+        queues: list[asyncio.Queue[tuple[int, bool]]] = []
+        try:
+            for sequence in call.sequences:
+                queue = self._waiters[sequence.id] = asyncio.Queue()
+                queues.append(queue)
+            await self.on_model(lambda: self.core.submit(call.sequences))
+            for queue in queues:
+                await queue.get()
+        finally:
+            self._forget(call.sequences)
+        return [self._answer(call, s) for s in call.sequences]
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        """Stop waiting; what has not finished (the caller went away) is aborted."""
+        for sequence in sequences:
+            self._waiters.pop(sequence.id, None)
+        left = [s.id for s in sequences if s.state is not State.FINISHED]
+        if left:
+            self.core.post(lambda: [self.core.abort(rid, "the caller went away") for rid in left])
+
+    def _answer(self, call: GenerateCall, sequence: Sequence) -> dict[str, Any]:
+        return generate_answer(
+            sequence,
+            self.core.codec.output_text(sequence),
+            logprobs=call.logprobs,
+            routes=call.routes,
+            weight_version=self.core.weight_version,
+        )
+
+    async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
+        """Server-sent events, each with all tokens so far (as SGLang does), closed by `[DONE]`."""
+        sequence = call.sequences[0]
+        if sequence.id in self._waiters:
+            raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
+        queue = self._waiters[sequence.id] = asyncio.Queue()
+        try:
+            await self.on_model(lambda: self.core.submit(call.sequences))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            done = False
+            while not done:
+                _, done = await queue.get()
+                while not queue.empty():  # a slow reader gets the newest state, not a backlog
+                    _, done = queue.get_nowait()
+                answer = (
+                    await self.on_model(lambda: self._answer(call, sequence))
+                    if not done
+                    else self._answer(call, sequence)
+                )
+                await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+        finally:
+            self._forget(call.sequences)
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        """POST /abort_request {rid | abort_all}."""
+        body = await read_body(request)
+        everything = body.get("abort_all", False)
+        rid = body.get("rid")
+        if everything is not True and (not isinstance(rid, str) or not rid):
+            raise InvalidFieldError("rid", rid, "name a request, or set abort_all to true")
+        count = await self.on_model(lambda: self.core.abort(None if everything else rid))
+        return json_response({"success": True, "message": f"{count} request(s) aborted", "aborted": count})
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        """POST /pause_generation {mode: abort | retract | in_place}; SGLang's default is abort."""
+        body = await read_body(request)
+        mode = body.get("mode", "abort")
+        if mode not in list(PauseMode):
+            raise InvalidFieldError("mode", mode, f"use one of {', '.join(PauseMode)}")
+        await self.on_model(lambda: self.core.pause(PauseMode(mode)))
+        return json_response({"success": True, "message": f"paused ({mode})"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        """POST /continue_generation."""
+        await self.on_model(self.core.resume)
+        return json_response({"success": True, "message": "generating"})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        """Forget all cached prefixes that no running request holds."""
+        count = await self.on_model(lambda: self.core.scheduler.flush())
+        return json_response({"success": True, "message": f"{count} cached tokens forgotten", "flushed": count})
+
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the model thread lives and its last step did not fail."""
+        if self.core.failure is not None:
+            return refusal(RuntimeError(f"a step failed: {self.core.failure}"), 503)
+        return json_response({"success": True, "message": "ok"})
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """Sample one token; 200 when it came. While paused, that the model thread answers is enough."""
+        paused = await self.on_model(lambda: self.core.scheduler.paused)
+        if not paused:
+            body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            call = parse_generate(body, self.core.request_limits, self.core.codec, self._seeds.next)
+            answer = (await self._complete(call))[0]
+            if answer["meta_info"]["finish_reason"]["type"] == "abort":
+                return refusal(RuntimeError(answer["meta_info"]["finish_reason"]["message"]), 503)
+            self.core.failure = None
+        return json_response({"success": True, "message": "ok"})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        """What is served."""
+        return json_response(
+            {
+                "model_path": str(self.config.model_path),
+                "is_generation": True,
+                "weight_version": self.core.weight_version,
+                "model_type": self.core.loaded.model.config.model_type,
+                "vocab_size": self.core.loaded.vocab_size,
+                "context_length": self.core.scheduler.limits.context_length,
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """Configuration, how the model is run, and live numbers."""
+        state = await self.on_model(self.core.state)
+        return json_response({**self.info, **state, "weight_version": self.core.weight_version})
+
+    async def get_weight_version(self, request: web.Request) -> web.Response:
+        """The version of the weights that the next token is sampled under."""
+        return json_response({"weight_version": self.core.weight_version})
