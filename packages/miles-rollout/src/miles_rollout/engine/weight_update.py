@@ -1,0 +1,333 @@
+"""A weight update is a transaction: begin, buckets, end. Nothing is visible before the commit.
+
+    idle --begin--> open --bucket*--> open --commit--> idle (new weights serve)
+                      |---rollback or any failed bucket, commit or load---> idle (old weights serve)
+
+Buckets are copied into staged tensors beside the serving ones, on a worker thread, while the engine goes on
+sampling; every tensor's digest is computed from the staged copy and compared with the sender's. The commit
+swaps the staged tensors in, on the model thread between two steps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from miles_contracts import InvalidFieldError, ShmBucket, TensorSpec, WeightManifest, WeightUpdateError, digest
+from miles_rollout.engine.folder import WEIGHT_FILES, check_model_folder
+from miles_rollout.engine.weight_layout import WeightLayout, dtype_name
+
+Bytes = NDArray[np.uint8]
+
+
+class StagedWeights:
+    """Copies of all of the model's tensors that do not serve yet.
+
+    Args:
+        layout: where canonical tensors live.
+        expected: what will be put, by canonical name; everything must arrive before `swap`.
+    """
+
+    def __init__(self, layout: WeightLayout, expected: dict[str, TensorSpec]) -> None:
+        self._layout = layout
+        self.expected = expected
+        self.missing = set(expected)
+        self._staged = {name: torch.empty_like(t.data) for name, t in layout.tensors.items()}
+
+    def put(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy a canonical tensor to its staged place; returns the staged view."""
+        place = self._layout.place(name)
+        target = self._staged[place.source]
+        place.write(target, value)
+        self.missing.discard(name)
+        return place.read(target)
+
+    def swap(self) -> None:
+        """Make the staged tensors the serving ones (model thread only)."""
+        if self.missing:
+            names = ", ".join(sorted(self.missing)[:5])
+            raise WeightUpdateError(f"{len(self.missing)} tensors never arrived: {names}", tensor=min(self.missing))
+        for name, tensor in self._layout.tensors.items():
+            tensor.data = self._staged[name]
+
+
+class Pieces:
+    """The bytes of a tensor that is larger than a bucket, arriving in pieces."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        self.data: Bytes = np.empty(spec.num_bytes, dtype=np.uint8)
+        self._spans: dict[int, int] = {}
+
+    def put(self, start: int, piece: Bytes) -> bool:
+        """Store a piece; whether the tensor is complete. A piece may come twice, but never overlap another."""
+        end = start + len(piece)
+        if not 0 <= start < end <= len(self.data):
+            raise WeightUpdateError(f"piece [{start}, {end}) of {len(self.data)} bytes", tensor=self.spec.name)
+        for other, other_end in self._spans.items():
+            if start < other_end and other < end and (start, end) != (other, other_end):
+                reason = f"piece [{start}, {end}) overlaps piece [{other}, {other_end})"
+                raise WeightUpdateError(reason, tensor=self.spec.name)
+        self.data[start:end] = piece
+        self._spans[start] = end
+        return sum(e - s for s, e in self._spans.items()) == len(self.data)
+
+
+class WeightUpdates:
+    """The transaction of one model. Methods but `commit` may run on any thread; they take turns.
+
+    `commit` must run on the model thread.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._lock = threading.RLock()
+        self._layout: WeightLayout | None = None
+        self._staged: StagedWeights | None = None
+        self._manifest: WeightManifest | None = None
+        self._pieces: dict[str, Pieces] = {}
+        self._update_id: str | None = None
+        self._committed: str | None = None
+
+    @property
+    def layout(self) -> WeightLayout:
+        """Places of the canonical tensors, worked out at the first use."""
+        with self._lock:
+            if self._layout is None:
+                self._layout = WeightLayout(self._model)
+            return self._layout
+
+    # -- transaction --------------------------------------------------------------------------------------------
+
+    def begin(self, update_id: str, manifest: WeightManifest) -> None:
+        """Open an update after checking that the manifest describes this model."""
+        with self._lock:
+            if self._update_id is not None:
+                reason = f"update {self._update_id!r} is open; end it first (commit: false forgets it)"
+                raise WeightUpdateError(reason)
+            self._check(manifest.tensors)
+            self._staged = StagedWeights(self.layout, {t.name: t for t in manifest.tensors})
+            self._manifest, self._update_id, self._pieces = manifest, update_id, {}
+
+    def load_bucket(self, bucket: ShmBucket) -> None:
+        """Copy and verify one shared-memory bucket. Any fault ends the update: the old weights serve on."""
+        with self._lock:
+            self._require_open(bucket.update_id)
+            try:
+                self._load_bucket(bucket)
+            except (WeightUpdateError, InvalidFieldError, OSError) as error:
+                self._forget()
+                if isinstance(error, WeightUpdateError):
+                    raise
+                raise WeightUpdateError(f"bucket {bucket.index}: {error}") from error
+
+    def commit(self, update_id: str) -> str:
+        """Swap the staged weights in; the new weight version. Repeating a commit that succeeded is harmless."""
+        with self._lock:
+            if self._update_id is None and self._committed == update_id and self._manifest is not None:
+                return str(self._manifest.version)
+            self._require_open(update_id)
+            staged, manifest = self._staged, self._manifest
+            assert staged is not None  # an open update has both
+            assert manifest is not None
+            try:
+                staged.swap()
+            finally:
+                self._forget()
+            self._manifest, self._committed = manifest, update_id
+            return str(manifest.version)
+
+    def rollback(self, update_id: str) -> None:
+        """Forget an open update; harmless for an unknown one."""
+        with self._lock:
+            if self._update_id == update_id:
+                self._forget()
+            elif self._committed == update_id:
+                raise WeightUpdateError(f"update {update_id!r} is committed; it cannot be rolled back")
+
+    def _forget(self) -> None:
+        self._staged = self._manifest = self._update_id = None
+        self._pieces = {}
+
+    def _require_open(self, update_id: str) -> None:
+        if self._update_id != update_id:
+            now = f"update {self._update_id!r} is open" if self._update_id is not None else "no update is open"
+            raise WeightUpdateError(f"update {update_id!r} is not open ({now}); begin it first")
+
+    def _check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """The tensors that are to come must be exactly those of the model, tied ones once."""
+        layout = self.layout
+        seen: dict[str, str] = {}
+        for spec in specs:
+            canonical = layout.aliases.get(spec.name, spec.name)
+            if canonical not in layout.places:
+                raise WeightUpdateError("the model has no such tensor", tensor=spec.name)
+            if canonical in seen:
+                raise WeightUpdateError(f"it is tied to {seen[canonical]}; send it once", tensor=spec.name)
+            seen[canonical] = spec.name
+            place = layout.places[canonical]
+            if place.shape != spec.shape:
+                raise WeightUpdateError(f"shape {list(spec.shape)}, the model's is {list(place.shape)}", tensor=spec.name)
+            mine = layout.tensors[place.source].dtype
+            theirs = getattr(torch, spec.dtype)
+            if mine != theirs and not (mine.is_floating_point and theirs.is_floating_point):
+                raise WeightUpdateError(f"dtype {spec.dtype}, the model's is {dtype_name(mine)}", tensor=spec.name)
+        absent = sorted(layout.places.keys() - seen.keys())
+        if absent:
+            raise WeightUpdateError(f"{len(absent)} of the model's tensors are not in the update", tensor=absent[0])
+
+    def _load_bucket(self, bucket: ShmBucket) -> None:
+        staged = self._staged
+        assert staged is not None  # checked by _require_open
+        with mapped(bucket) as data:
+            for tensor in bucket.tensors:
+                spec = tensor.spec
+                end = tensor.offset + spec.num_bytes
+                if not 0 <= tensor.offset <= end <= bucket.num_bytes:
+                    reason = f"bytes [{tensor.offset}, {end}) lie outside the bucket's {bucket.num_bytes}"
+                    raise WeightUpdateError(reason, tensor=spec.name)
+                if spec.digest is None:
+                    raise WeightUpdateError("it comes without a digest", tensor=spec.name)
+                # The copy is what gets verified and kept: the sender may not change it afterwards.
+                copy = data[tensor.offset : end].copy()
+                _verify(copy, spec.digest, spec.name)
+                if bucket.part_of is not None:
+                    self._put_piece(staged, bucket.part_of, bucket.part_start, copy)
+                else:
+                    _put(staged, spec, copy)
+
+    def _put_piece(self, staged: StagedWeights, whole: TensorSpec, start: int, piece: Bytes) -> None:
+        _require_expected(staged, whole)
+        pieces = self._pieces.setdefault(whole.name, Pieces(whole))
+        if pieces.put(start, piece):
+            del self._pieces[whole.name]
+            if whole.digest is not None:
+                _verify(pieces.data, whole.digest, whole.name)
+            _put(staged, whole, pieces.data)
+
+    # -- from disk ----------------------------------------------------------------------------------------------
+
+    def stage_from_disk(self, folder: Path) -> StagedWeights:
+        """Read a Hugging Face folder into staged tensors, complete and of the right shapes, or raise."""
+        check_model_folder(folder)
+        with self._lock:
+            if self._update_id is not None:
+                raise WeightUpdateError(f"update {self._update_id!r} is open; end it first (commit: false forgets it)")
+            layout = self.layout
+            staged: StagedWeights | None = None
+            try:
+                files = _weight_files(folder)
+                specs = [spec for file in files for spec in file.specs()]
+                names = {s.name for s in specs}
+                # Some checkpoints hold tied tensors twice.
+                specs = [s for s in specs if not (s.name in layout.aliases and layout.aliases[s.name] in names)]
+                self._check(tuple(specs))
+                staged = StagedWeights(layout, {s.name: s for s in specs})
+                for file in files:
+                    for name, tensor in file.tensors():
+                        if name in staged.expected:
+                            staged.put(name, tensor)
+            except (OSError, ValueError, RuntimeError) as error:
+                if isinstance(error, InvalidFieldError):
+                    raise
+                raise WeightUpdateError(f"{folder}: {error}") from error
+            return staged
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def manifest(self, version: int) -> WeightManifest:
+        """Names, dtypes, shapes and digests of the serving weights."""
+        with self._lock:
+            layout = self.layout
+            specs = []
+            for spec in layout.specs():
+                raw = layout.read(spec.name).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                specs.append(TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape, digest=digest(raw)))
+            return WeightManifest(version=version, tensors=tuple(specs))
+
+
+class mapped:  # noqa: N801 (used as a statement: `with mapped(bucket) as data:`)
+    """The bytes of a bucket's file, mapped read-only."""
+
+    def __init__(self, bucket: ShmBucket) -> None:
+        self._bucket = bucket
+        self._map: mmap.mmap | None = None
+
+    def __enter__(self) -> Bytes:
+        bucket = self._bucket
+        descriptor = os.open(bucket.path, os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < bucket.num_bytes:
+                raise WeightUpdateError(f"{bucket.path} has {size} bytes, the bucket says {bucket.num_bytes}")
+            if size == 0:
+                return np.empty(0, dtype=np.uint8)
+            self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        return np.frombuffer(self._map, dtype=np.uint8)
+
+    def __exit__(self, *exc: object) -> None:
+        # The numpy view may still be alive in a traceback; the map goes away with its last user.
+        self._map = None
+
+
+def _verify(data: Bytes, expected: str, name: str) -> None:
+    actual = digest(data)
+    if actual != expected:
+        raise WeightUpdateError(f"digest {actual} here, {expected} at the sender", tensor=name)
+
+
+def _require_expected(staged: StagedWeights, spec: TensorSpec) -> None:
+    want = staged.expected.get(spec.name)
+    if want is None:
+        raise WeightUpdateError("it is not in the manifest", tensor=spec.name)
+    if (want.dtype, want.shape) != (spec.dtype, spec.shape):
+        reason = f"{spec.dtype}{list(spec.shape)} in the bucket, {want.dtype}{list(want.shape)} in the manifest"
+        raise WeightUpdateError(reason, tensor=spec.name)
+
+
+def _put(staged: StagedWeights, spec: TensorSpec, data: Bytes) -> None:
+    _require_expected(staged, spec)
+    want = staged.expected[spec.name]
+    if want.digest is not None and want.digest != spec.digest and spec.digest is not None:
+        raise WeightUpdateError(f"digest {spec.digest} in the bucket, {want.digest} in the manifest", tensor=spec.name)
+    staged.put(spec.name, torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape))
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in self.tensors()
+        ]
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{self._path.name}: {error}") from error
+
+
+class _PickleFile(_SafetensorsFile):
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        state = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
+        return list(state.items())
+
+
+def _weight_files(folder: Path) -> list[_SafetensorsFile]:
+    """safetensors files, else torch's own format read without running code."""
+    safe = sorted(folder.glob(WEIGHT_FILES[0]))
+    return [_SafetensorsFile(p) for p in safe] if safe else [_PickleFile(p) for p in sorted(folder.glob(WEIGHT_FILES[1]))]
