@@ -57,7 +57,7 @@ def parse(argv: Sequence[str], flags: Sequence[Flag]) -> Parsed:
     """
     known = options(RunConfig)
     own = {flag.name: flag for flag in flags}
-    short = {name: path for name, path in SHORT_NAMES.items()}
+    short = dict(SHORT_NAMES.items())
     settings: dict[str, Any] = {}
     seen_flags: dict[str, str] = {}
     words: list[str] = []

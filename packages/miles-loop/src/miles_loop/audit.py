@@ -1,8 +1,9 @@
 """Proves that the trainer trains on what the engines sampled, token by token.
 
 Every answer of an engine is recorded at the moment it arrives: ids and log-probs under the request's id. When a
-group is trained, each trained token is compared with its record, id and log-prob exactly, and the digest that the trainer process
-computed of what it was given is compared with the driver's. A trained token without a record is a mismatch.
+group is trained, each trained token is compared with its record, id and log-prob exactly, and the digest that the
+trainer process computed of what it was given is compared with the driver's. A trained token without a record is a
+mismatch.
 """
 
 from __future__ import annotations

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from miles_contracts import MilesError
+import msgspec
+
+from miles_contracts import InvalidFieldError, MilesError
 from miles_loop import toml
 from miles_loop.arguments import Flag, Parsed, config_for, parse
+from miles_loop.config import RunConfig
+from miles_loop.errors import DiskFullError, InterruptedRunError
+from miles_loop.names import nearest
+from miles_loop.options import build, merge
 from miles_loop.recipe import Recipe
 
+EXIT_GOOD, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+HELP = Flag("help", "", "show this help and stop")
 TRAIN_FLAGS = (
     Flag("config", "FILE", "TOML file with any of the options below, as tables"),
     Flag("resume", "RUN", "continue the run in this folder from its newest checkpoint"),
     Flag("dry-run", "", "print the effective configuration as TOML and stop"),
     Flag("plain", "", "print plain lines instead of the live display"),
-    Flag("help", "", "show this help and stop"),
+    HELP,
 )
+EVAL_FLAGS = (
+    Flag("config", "FILE", "TOML file with any of the options below, as tables"),
+    Flag("run", "RUN", "evaluate this run's newest checkpoint, with its own configuration as the default"),
+    Flag("json", "", "print one JSON object"),
+    HELP,
+)
+EXPORT_FLAGS = (
+    Flag("step", "N", "the checkpoint of this step (default: the newest)"),
+    HELP,
+)
+SUMMARIES = {
+    "train": "Train a model: sample answers, score them, update the weights, measure on held-out tasks.",
+    "eval": "Measure a model, or the newest checkpoint of a run, on the held-out tasks.",
+    "export": "Copy the model of a run's checkpoint into a Hugging Face folder: export RUN FOLDER.",
+}
+_FIXED = ("model", "seed", "task", "run_dir", "recipe")
+"""What a run that has a checkpoint cannot change any more: its data stream and model would not be its own."""
 
-Command = Callable[[Sequence[str] | None], int]
+Command = Callable[..., int]
 
 
 def build_command(recipe: Recipe) -> Command:
-    """The main function of the recipe's command; it returns the exit status (0 good, 1 failed, 2 bad input)."""
+    """The main function of the recipe's command: `main(argv=None) -> exit status`.
+
+    The exit status is 0 when all went well, 1 when the run failed, 2 for bad input, 130 when it was interrupted.
+    """
 
     def main(argv: Sequence[str] | None = None) -> int:
         return run_command(recipe, list(sys.argv[1:] if argv is None else argv))
@@ -30,19 +65,203 @@ def build_command(recipe: Recipe) -> Command:
     return main
 
 
-def run_command(recipe: Recipe, argv: list[str]) -> int:
+def run_command(recipe: Recipe, argv: Sequence[str]) -> int:
     """Run one command line of a recipe."""
-    parsed = parse(argv[1:], TRAIN_FLAGS)
     try:
-        return _train(recipe, parsed)
+        return _dispatch(recipe, argv)
+    except InterruptedRunError as error:
+        sys.stderr.write(f"{recipe.command}: {error}\n")
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except InvalidFieldError as error:
+        sys.stderr.write(f"{recipe.command}: {error}\n")
+        return EXIT_BAD_INPUT
     except MilesError as error:
         sys.stderr.write(f"{recipe.command}: {error}\n")
-        return 2
+        return EXIT_FAILED
+    except BrokenPipeError:
+        return EXIT_GOOD
+
+
+def _dispatch(recipe: Recipe, argv: Sequence[str]) -> int:
+    commands: dict[str, tuple[tuple[Flag, ...], Callable[[Recipe, Parsed], int]]] = {
+        "train": (TRAIN_FLAGS, _train),
+        "eval": (EVAL_FLAGS, _eval),
+        "export": (EXPORT_FLAGS, _export),
+    }
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_overview(recipe))
+        return EXIT_GOOD
+    if argv[0] not in commands:
+        raise InvalidFieldError("command", argv[0], f"{nearest(argv[0], commands)}use {', '.join(commands)}")
+    flags, action = commands[argv[0]]
+    if "-h" in argv or "--help" in argv:
+        from miles_loop.reference import help_text
+
+        with_settings = action is not _export
+        sys.stdout.write(help_text(recipe, argv[0], SUMMARIES[argv[0]], flags, settings=with_settings))
+        return EXIT_GOOD
+    return action(recipe, parse(argv[1:], flags))
+
+
+def _overview(recipe: Recipe) -> str:
+    lines = [f"usage: {recipe.command} COMMAND [options]", "", recipe.summary, ""]
+    lines += [f"  {name:<8}{text}" for name, text in SUMMARIES.items()]
+    lines += ["", f"{recipe.command} COMMAND --help explains a command and all its options."]
+    for comment, line in recipe.examples:
+        lines += ["", f"  # {comment}", f"  {line}"]
+    return "\n".join(lines) + "\n"
+
+
+def _no_words(parsed: Parsed) -> None:
+    if parsed.words:
+        raise InvalidFieldError("argument", parsed.words[0], "options start with --; a value follows its option")
+
+
+# -- train ------------------------------------------------------------------------------------------------
 
 
 def _train(recipe: Recipe, parsed: Parsed) -> int:
+    _no_words(parsed)
+    if "resume" in parsed.flags:
+        return _resume(recipe, parsed)
     config = config_for(recipe, parsed)
     if "dry-run" in parsed.flags:
         sys.stdout.write(toml.dumps(config))
-        return 0
-    raise NotImplementedError
+        return EXIT_GOOD
+    target = recipe.hardware_named(config.hardware)
+    if target.needs:
+        raise InvalidFieldError("hardware", target.name, f"this target needs {target.needs}; --dry-run shows it")
+    from miles_loop.run_folder import default_run_dir
+    from miles_loop.run_session import open_new
+
+    if config.run_dir is None:
+        config = config.model_copy(update={"run_dir": default_run_dir(recipe.family)})
+    folder = open_new(config)
+    return _run(recipe, config, folder, None, plain="plain" in parsed.flags)
+
+
+def _resume(recipe: Recipe, parsed: Parsed) -> int:
+    from miles_loop.checkpoint import newest_checkpoint
+    from miles_loop.options import read_toml
+    from miles_loop.run_folder import RunFolder
+    from miles_loop.run_session import open_resumed
+
+    folder = RunFolder(Path(parsed.flags["resume"]))
+    stored = folder.read_config()
+    if stored.recipe != recipe.family:
+        raise InvalidFieldError("--resume", str(folder.path), f"it is a run of miles-{stored.recipe}")
+    file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
+    changes = merge(file, parsed.settings)
+    fixed = [name for name in _FIXED if name in changes]
+    if fixed and newest_checkpoint(folder.checkpoints) is not None:
+        raise InvalidFieldError(fixed[0], changes[fixed[0]], "a resumed run keeps this; start a new run to change it")
+    config = build(RunConfig, [read_toml(folder.config_file), changes])
+    if "dry-run" in parsed.flags:
+        sys.stdout.write(toml.dumps(config))
+        return EXIT_GOOD
+    state = open_resumed(folder, config)
+    return _run(recipe, config, folder, state, plain="plain" in parsed.flags)
+
+
+def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: bool) -> int:
+    from miles_loop.display import make_display
+    from miles_loop.run_session import RunSession
+
+    logging.basicConfig(
+        filename=folder.logs / "driver.log",
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.INFO,
+        force=True,
+    )
+    with make_display(plain=plain) as display:
+        display.note(f"run folder: {folder.path}")
+        if state is not None:
+            display.note(f"continuing after step {state.step}")
+        session = RunSession(recipe, config, folder, display, state)
+        try:
+            asyncio.run(session.run())
+            failure: BaseException | None = None
+        except MilesError as error:
+            failure = error
+        except Exception as error:
+            logging.getLogger(__name__).exception("the driver failed")
+            traceback.print_exc()
+            failure = error
+    _summarise(folder, config)
+    if isinstance(failure, MilesError):
+        raise failure
+    return EXIT_GOOD if failure is None else EXIT_FAILED
+
+
+def _summarise(folder: Any, config: RunConfig) -> None:
+    """Write summary and plot; print the table. A full disk costs the files, not the table."""
+    from miles_loop import report
+    from miles_loop.files import write_atomic
+    from miles_loop.plot import plot_rewards
+
+    found = report.make_report(folder.path)
+    try:
+        write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        if config.record.plot:
+            plot_rewards(folder)
+    except DiskFullError as error:
+        sys.stderr.write(f"{error}\n")
+    sys.stdout.write(f"\n{report.text(msgspec.structs.replace(found, message=''))}")
+    folder.unlock()
+
+
+# -- eval -------------------------------------------------------------------------------------------------
+
+
+def _eval(recipe: Recipe, parsed: Parsed) -> int:
+    _no_words(parsed)
+    from miles_loop.evaluation_session import evaluate_model
+
+    config = _eval_config(recipe, parsed)
+    with tempfile.TemporaryDirectory(prefix="miles-eval-") as logs:
+        metrics = asyncio.run(evaluate_model(recipe, config, Path(logs)))
+    if "json" in parsed.flags:
+        sys.stdout.write(msgspec.json.encode({"model": config.model, **metrics}).decode() + "\n")
+        return EXIT_GOOD
+    width = max(map(len, metrics), default=0)
+    sys.stdout.write(f"model: {config.model}\n")
+    sys.stdout.writelines(f"  {name:<{width}}  {value:.4f}\n" for name, value in sorted(metrics.items()))
+    return EXIT_GOOD
+
+
+def _eval_config(recipe: Recipe, parsed: Parsed) -> RunConfig:
+    if "run" not in parsed.flags:
+        return config_for(recipe, parsed)
+    from miles_loop.checkpoint import newest_checkpoint
+    from miles_loop.options import read_toml
+    from miles_loop.run_folder import RunFolder
+
+    folder = RunFolder(Path(parsed.flags["run"]))
+    folder.read_config()
+    checkpoint = newest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        raise InvalidFieldError("--run", str(folder.path), "it has no checkpoint yet")
+    file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
+    model = {"model": str(checkpoint / "hf")}
+    return build(RunConfig, [read_toml(folder.config_file), model, file, parsed.settings])
+
+
+# -- export -----------------------------------------------------------------------------------------------
+
+
+def _export(recipe: Recipe, parsed: Parsed) -> int:
+    from miles_loop.export import export_model
+
+    if parsed.settings:
+        raise InvalidFieldError("option", next(iter(parsed.settings)), "export takes --step only")
+    if len(parsed.words) != 2:
+        raise InvalidFieldError("arguments", list(parsed.words), f"use {recipe.command} export RUN FOLDER")
+    step = parsed.flags.get("step")
+    if step is not None and not step.isdigit():
+        raise InvalidFieldError("--step", step, "give the number of a step")
+    run, target = map(Path, parsed.words)
+    found = export_model(run, target, None if step is None else int(step))
+    sys.stdout.write(f"exported step {found} of {run} to {target}\n")
+    return EXIT_GOOD

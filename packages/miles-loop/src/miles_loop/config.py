@@ -56,6 +56,8 @@ class TaskConfig(Section):
     """Number of held-out problems."""
     shuffle: bool = True
     """Shuffle the training prompts anew in every epoch (by the run's seed)."""
+    template: str = "{question}"
+    """reasoning-gym: text of the user message; `{question}` is replaced by the problem."""
     system_prompt: str | None = None
     """System message put before every prompt."""
     reward: str = "exact"
@@ -87,7 +89,7 @@ class SamplingConfig(Section):
     """Strings that end an answer."""
 
 
-class StalePolicy(StrEnum):
+class UnusedPrompts(StrEnum):
     """What happens to the prompt of a group that failed or grew too old."""
 
     RETRY = "retry"
@@ -111,10 +113,8 @@ class RolloutConfig(Section):
     max_staleness: NonNegative | None = None
     """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
     depth + 1."""
-    on_failure: StalePolicy = StalePolicy.RETRY
-    """A group whose generation or reward failed: sample the prompt again (`retry`) or `drop` it."""
-    on_stale: StalePolicy = StalePolicy.RETRY
-    """A group that is too stale: sample the prompt again (`retry`) or `drop` it."""
+    on_unused: UnusedPrompts = UnusedPrompts.RETRY
+    """The prompt of a group that failed or grew too stale: sample it again (`retry`) or `drop` it (counted)."""
     max_attempts: Positive = 3
     """How often one prompt is tried before it is given up (and counted)."""
     filter: FilterKind = FilterKind.NO_SIGNAL
@@ -127,6 +127,8 @@ class RolloutConfig(Section):
     """Longest prompt; a longer one is refused with its position in the stream. Default: what the engine fits."""
     timeout_s: Seconds = 600.0
     """Deadline for one answer (or one agent episode), reward included."""
+    reward_timeout_s: Seconds = 60.0
+    """Deadline for scoring one answer."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training answers."""
 

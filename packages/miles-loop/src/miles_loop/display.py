@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -184,7 +185,7 @@ def sparkline(values: list[float], width: int = 32) -> str:
     """The course of a series in one line of blocks, lowest to highest value; averaged when longer than `width`."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(values), max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((v - low) * scale)] for v in values)

@@ -9,7 +9,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ class Finding:
 def check_python() -> Finding:
     """The interpreter."""
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    if sys.version_info < (3, 11):
-        return Finding("python", Verdict.BAD, found, "use Python 3.11 or newer")
     return Finding("python", Verdict.GOOD, found)
 
 

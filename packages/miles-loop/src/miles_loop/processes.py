@@ -7,6 +7,7 @@ outlives the driver: see `miles_loop.child`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -153,17 +154,14 @@ class ChildProcess:
             return
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), timeout_s)
-            except TimeoutError:
-                pass
         self._signal(signal.SIGKILL)  # whatever is left of the group
         await self._process.wait()
         self.close_pipe()
 
-    def kill(self) -> None:
-        """End it at once, without waiting (for signal handlers and last resorts)."""
-        self._stopping = True
+    def crash(self) -> None:
+        """Kill it as if it had died by itself: whoever waits for `died` is told."""
         self._signal(signal.SIGKILL)
 
     def close_pipe(self) -> None:

@@ -6,6 +6,7 @@ Counters are totals since the start of the run and survive a resume; a resumed r
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -30,6 +31,7 @@ _COUNTERS = (
     "groups_trained",
     "engine_restarts",
     "prompts_given_up",
+    "prompts_dropped",
     "wall_s",
 )
 
@@ -71,6 +73,15 @@ class Progress:
         self.step = self._resumed_step = step
         self._resumed_at = time.monotonic()
         self.status = RunStatus.RUNNING
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Take in a record of `metrics.jsonl`."""
+        self.latest = dict(record)
+        if "rollout/reward" in record:
+            self.rewards.append((record["step"], record["rollout/reward"]))
+        scores = [v for k, v in record.items() if k.startswith("eval/") and k.endswith("/reward")]
+        if scores:
+            self.evaluations.append((record["step"], sum(scores) / len(scores)))
 
     @property
     def seconds_left(self) -> float | None:

@@ -120,7 +120,8 @@ class TrainerClient:
                 raise RunError("trainer_gone", "the trainer process closed its connection") from error
 
     async def _send_and_receive(self, request: link.Request) -> link.Reply:
-        assert self._reader is not None and self._writer is not None
+        assert self._reader is not None
+        assert self._writer is not None
         self._writer.writelines(wire.encode_parts(request))
         await self._writer.drain()
         header = await self._reader.readexactly(_HEADER_BYTES)

@@ -7,6 +7,7 @@ is an answer; only a broken connection or `Stop` ends the process.
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import sys
 import traceback
@@ -67,7 +68,7 @@ class TrainerService:
         self.trainer = Trainer(Path(start.model_path), config, seed=start.seed)
         if start.checkpoint is not None:
             self.trainer.load(Path(start.checkpoint))
-        self._sender = LocalSender(Path(start.shm_directory), bucket_bytes=start.bucket_bytes)
+        self._sender = LocalSender(Path(start.shm_directory), start.bucket_bytes, receivers_copy=True)
         self._updates = 0
         self._buckets: Iterator[ShmBucket] = iter(())
         self._update_id = ""
@@ -144,7 +145,8 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
+    """Serve the socket whose descriptor is the first argument; SIGTERM ends the process in order."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         serve(Connection(sock))
 

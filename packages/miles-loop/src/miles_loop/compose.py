@@ -1,0 +1,194 @@
+"""From configuration to the rollout half's parts: tasks, rewards, generation, buffer and worker."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miles_contracts import (
+    FilterDecision,
+    Generate,
+    Group,
+    GroupFilter,
+    InvalidFieldError,
+    Reward,
+    SamplingParams,
+)
+from miles_loop.config import FilterKind, RunConfig, SamplingConfig, TaskConfig, TaskSourceKind, UnusedPrompts
+from miles_loop.names import nearest
+from miles_rollout.buffer import GroupBuffer
+from miles_rollout.filters import reward_variance
+from miles_rollout.ledger import Ledger, UnusedPolicy
+from miles_rollout.rewards import ExactMatch, NumericMatch, ReasoningGymReward, UserReward
+from miles_rollout.scheduler import Scheduler
+from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskSource
+from miles_rollout.worker import RolloutWorker, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Where prompts come from. `held_out` is None when nothing is held out."""
+
+    train: TaskSource
+    held_out: TaskSource | None
+
+
+def make_tasks(config: TaskConfig, seed: int) -> Tasks:
+    """Training and held-out tasks.
+
+    Raises:
+        InvalidFieldError, TaskFileError: missing file, bad lines, unknown family, nothing left to train on.
+        ImportError: reasoning-gym is not installed.
+    """
+    if config.source is TaskSourceKind.REASONING_GYM:
+        return _gym_tasks(config, seed)
+    path = config.path
+    assert path is not None  # the configuration has checked it
+    everything = JsonlTasks(path, seed=seed, shuffle=config.shuffle, system_prompt=config.system_prompt)
+    if config.eval_path is not None:
+        held_out = JsonlTasks(
+            config.eval_path,
+            shuffle=False,
+            system_prompt=config.system_prompt,
+            limit=config.eval_size or None,
+        )
+        return Tasks(everything, held_out if config.eval_size else None)
+    if not config.eval_size:
+        return Tasks(everything, None)
+    left = everything.size - config.eval_size
+    if left < 1:
+        raise InvalidFieldError(
+            "task.eval_size",
+            config.eval_size,
+            f"{path} has {everything.size} prompts; hold out fewer, or give task.eval_path",
+        )
+
+    def part(*, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
+        return JsonlTasks(path, seed=seed, shuffle=shuffle, system_prompt=config.system_prompt, skip=skip, limit=limit)
+
+    return Tasks(part(shuffle=config.shuffle, limit=left), part(shuffle=False, skip=left))
+
+
+def _gym_tasks(config: TaskConfig, seed: int) -> Tasks:
+    assert config.dataset is not None  # the configuration has checked it
+
+    def make(split: Split, size: int, shuffle: bool) -> TaskSource:
+        assert config.dataset is not None
+        return ReasoningGymTasks(
+            config.dataset,
+            seed=seed,
+            size=size,
+            config=config.options,
+            split=split,
+            template=config.template,
+            system_prompt=config.system_prompt,
+            shuffle=shuffle,
+        )
+
+    held_out = make(Split.HELD_OUT, config.eval_size, False) if config.eval_size else None
+    return Tasks(make(Split.TRAIN, config.size, config.shuffle), held_out)
+
+
+def make_reward(name: str) -> Reward:
+    """`exact`, `numeric`, `verifier`, or the function `pkg.mod:fn`.
+
+    Raises:
+        InvalidFieldError: unknown name, or a function that cannot be imported or called.
+    """
+    builtin = {"exact": ExactMatch, "numeric": NumericMatch, "verifier": ReasoningGymReward}
+    if name in builtin:
+        return builtin[name]()
+    if ":" not in name:
+        hint = nearest(name, builtin)
+        raise InvalidFieldError("task.reward", name, f"{hint}use {', '.join(builtin)} or a function as pkg.mod:fn")
+    return UserReward(name)
+
+
+def sampling_params(config: SamplingConfig) -> SamplingParams:
+    """The contract's parameters."""
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+    )
+
+
+class ArrivedRewards:
+    """A group filter that also notes the rewards of every finished group, kept or not.
+
+    The reward curve must not be that of the kept groups only: a filter for gradient signal drops what is solved
+    already, and the rest stays at one half however good the policy gets.
+    """
+
+    def __init__(self, decide: GroupFilter | None) -> None:
+        self._decide = decide
+        self._means: list[float] = []
+
+    def __call__(self, group: Group) -> FilterDecision:
+        """Note, then decide."""
+        rewards = [t.reward for t in group if t.reward is not None]
+        if rewards:
+            self._means.append(math.fsum(rewards) / len(rewards))
+        return self._decide(group) if self._decide is not None else FilterDecision(keep=True)
+
+    def take(self) -> float | None:
+        """Mean over the groups that arrived since the last call; independent of their order. None without any."""
+        means, self._means = self._means, []
+        return math.fsum(means) / len(means) if means else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The rollout half of a run."""
+
+    worker: RolloutWorker
+    arrived: ArrivedRewards
+
+
+def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> Rollout:
+    """Buffer, admission and worker.
+
+    Raises:
+        InvalidFieldError: values that contradict each other.
+    """
+    rollout = config.rollout
+    arrived = ArrivedRewards(reward_variance() if rollout.filter is FilterKind.NO_SIGNAL else None)
+    if config.buffer_groups < rollout.groups_per_step:
+        raise InvalidFieldError(
+            "rollout.buffer_groups", config.buffer_groups, f"a batch has {rollout.groups_per_step} groups"
+        )
+    if rollout.filter is FilterKind.NO_SIGNAL and rollout.group_size == 1:
+        raise InvalidFieldError(
+            "rollout.group_size",
+            1,
+            "a group of one has no reward variance, so rollout.filter = no_signal drops it; use a larger group, "
+            "or --rollout.filter none with an estimator that needs no group (trainer.advantage.estimator)",
+        )
+    tokens = rollout.sampling.max_new_tokens + (rollout.max_prompt_tokens or 0)
+    worker = RolloutWorker(
+        source=source,
+        generate=generate,
+        buffer=GroupBuffer(
+            max_groups=config.buffer_groups,
+            max_bytes=rollout.buffer_mib * 2**20,
+            max_staleness=config.max_staleness,
+            group_filter=arrived,
+        ),
+        scheduler=Scheduler(
+            batch_groups=rollout.groups_per_step,
+            group_size=rollout.group_size,
+            depth=config.pipeline_depth,
+        ),
+        ledger=Ledger(
+            policy=UnusedPolicy.RETRY if rollout.on_unused is UnusedPrompts.RETRY else UnusedPolicy.DROP,
+            max_retries=rollout.max_attempts - 1,
+        ),
+        config=WorkerConfig(
+            tokens_per_trajectory=tokens,
+            episode_timeout_s=rollout.timeout_s,
+            no_progress_s=config.runtime.step_timeout_s,
+        ),
+    )
+    return Rollout(worker, arrived)

@@ -1,0 +1,272 @@
+"""The one loop of a run.
+
+    collect a batch -> train on it -> update the engines -> (evaluate) -> record -> (checkpoint)
+
+How far rollout runs ahead of it is a number, the pipeline depth, known only to the admission of new groups: at depth
+0 the next batch is started after the update, at depth k up to k batches are under way. There is no second loop for
+asynchronous runs.
+
+The driver owns no model and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from miles_contracts import Group
+from miles_loop.audit import EngineRecords
+from miles_loop.checkpoint import LoopState, write_checkpoint
+from miles_loop.compose import Rollout
+from miles_loop.config import RunConfig
+from miles_loop.display import Display
+from miles_loop.errors import InterruptedRunError
+from miles_loop.fleet import Fleet
+from miles_loop.progress import Progress
+from miles_loop.records import ledger_entry, rollout_record, split_clock
+from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
+from miles_loop.trainer_client import TrainerClient
+from miles_rollout.evaluation import HeldOut, evaluate
+
+T = TypeVar("T")
+_BETWEEN_STEPS = "between steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverParts:
+    """What the loop drives."""
+
+    folder: RunFolder
+    trainer: TrainerClient
+    fleet: Fleet
+    rollout: Rollout
+    records: EngineRecords
+    held_out: Sequence[HeldOut]
+    display: Display
+    progress: Progress
+    process_age_s: Callable[[], float]
+    """Seconds since the process started."""
+
+
+class Driver:
+    """Runs the loop from `progress.step` to the last step. `stop_requested` ends it after the current step."""
+
+    def __init__(self, config: RunConfig, parts: DriverParts) -> None:
+        self._config = config
+        self._parts = parts
+        self._progress = parts.progress
+        self._metrics = JsonlWriter(parts.folder.metrics_file)
+        self._ledger = JsonlWriter(parts.folder.ledger_file)
+        self._recorder = TrajectoryRecorder(
+            parts.folder.trajectories, config.record.trajectories, config.record.trajectories_mib * 2**20
+        )
+        self.stop_requested = asyncio.Event()
+        self.stopped_by = ""
+        self._wall_before_s = self._progress.counters["wall_s"]
+        self._sampled_before = int(self._progress.counters["tokens_sampled"])
+        self._restarts_before = int(self._progress.counters["engine_restarts"])
+        self._checkpoint_s: float | None = None
+        self._saved_step = self._progress.step
+        self._snapshot: LoopState | None = None
+
+    def close(self) -> None:
+        """Close the record files."""
+        self._metrics.close()
+        self._ledger.close()
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Everything from the first weight update to the last checkpoint.
+
+        Raises:
+            InterruptedRunError: stopped on request; a checkpoint of the last finished step was written.
+            RunError and other errors of the house: the run cannot go on.
+        """
+        parts, config, progress = self._parts, self._config, self._progress
+        start = progress.step
+        self._phase("sending the weights to the engines")
+        async with parts.fleet.weights_lock:
+            await parts.fleet.update(start)
+        progress.begin(start)
+        opening: asyncio.Task[None] | None = None
+        if start == 0 and config.evaluation.at_start and parts.held_out:
+            # Both only need version 0; at depth 0 they take turns, so that every batch is made under the same load.
+            opening = asyncio.create_task(self._opening_evaluation())
+            if config.pipeline_depth == 0:
+                await opening
+        try:
+            await parts.rollout.worker.start(start)
+            for step in range(start + 1, config.steps + 1):
+                await self._step(step, opening)
+                if self.stop_requested.is_set() and step < config.steps:
+                    raise InterruptedRunError(self.stopped_by)
+            if config.checkpoint.at_end and self._saved_step != config.steps:
+                await self._checkpoint()
+        except InterruptedRunError:
+            if progress.step > 0 and self._saved_step != progress.step:
+                await self._checkpoint()
+            raise
+        finally:
+            if opening is not None:
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+
+    async def _step(self, step: int, opening: asyncio.Task[None] | None) -> None:
+        parts, config, worker = self._parts, self._config, self._parts.rollout.worker
+        started = time.monotonic()
+        sampled_before = parts.records.tokens_sampled
+        self._phase("waiting for finished groups")
+        batch = await self._unless_stopped(worker.collect(config.rollout.groups_per_step, train_version=step - 1))
+        groups = list(batch.groups)
+        collected = time.monotonic()
+        # Taken now: at depth 0 nothing is in flight, so these figures depend on nothing but the batch.
+        rollout_metrics = worker.metrics()
+        record = split_clock(rollout_record(groups, parts.rollout.arrived.take()) | rollout_metrics)
+        if opening is not None:
+            await opening  # it measures version 0, which the update below would replace
+        evaluating = self._evaluation_due(step)
+        async with parts.fleet.weights_lock:
+            self._phase("training")
+            train_started = time.monotonic()
+            done = await parts.trainer.train_step(groups)
+            worker.confirm(groups)
+            trained = time.monotonic()
+            self._audit(groups, done.turns, record)
+            worker.pause_new(_BETWEEN_STEPS)
+            self._phase("updating the engines")
+            report = await parts.fleet.update(step)
+        parts.records.prune(step - config.max_staleness)
+        worker.set_engine_version(step)
+        record |= {f"train/{key}": value for key, value in done.metrics.items()}
+        if report is not None:
+            record |= report.metrics()
+        if evaluating:
+            record |= await self._evaluate()
+        now = time.monotonic()
+        tokens = sum(group.num_tokens for group in groups)
+        record |= {
+            "perf/collect_wait_s": collected - started,
+            "perf/train_s": trained - train_started,
+            "perf/trainer_tokens_per_s": tokens / max(trained - train_started, 1e-9),
+            "perf/rollout_tokens_per_s": (parts.records.tokens_sampled - sampled_before) / max(now - started, 1e-9),
+            "perf/step_s": now - started,
+        }
+        self._write(step, record, groups)
+        # At depth 0 nothing of the next batch exists yet: a run resumed from here cannot be told from this one.
+        self._snapshot = self._take_snapshot() if config.pipeline_depth == 0 else None
+        worker.resume_new(_BETWEEN_STEPS)
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            await self._checkpoint()
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or InterruptedRunError as soon as a stop is requested while it is not there."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.create_task(self.stop_requested.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise InterruptedRunError(self.stopped_by)
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def _audit(self, groups: list[Group], digests: list[list[str]], record: dict[str, float]) -> None:
+        report = self._parts.records.audit(groups, digests)
+        counters = self._progress.counters
+        counters["tokens_trained"] += report.tokens_trained
+        counters["token_mismatches"] += report.mismatches
+        counters["groups_trained"] += len(groups)
+        record["rollout/tokens_trained"] = float(report.tokens_trained)
+        record["rollout/token_mismatches"] = float(report.mismatches)
+        if report.mismatches:
+            self._parts.display.note(f"{report.mismatches} trained tokens are not what was sampled: {report.example}")
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def _evaluation_due(self, step: int) -> bool:
+        config = self._config.evaluation
+        if not self._parts.held_out:
+            return False
+        at_end = config.at_end and step == self._config.steps
+        return at_end or (config.every > 0 and step % config.every == 0)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Held-out rewards of the weights that the engines serve now; no training answer is in flight."""
+        self._phase("evaluating")
+        started = time.monotonic()
+        await self._parts.rollout.worker.quiesce(deadline_s=self._config.runtime.step_timeout_s)
+        metrics = await self._held_out_metrics()
+        return metrics | {"perf/evaluation_s": time.monotonic() - started}
+
+    async def _held_out_metrics(self) -> dict[str, float]:
+        return await evaluate(self._parts.held_out, episode_timeout_s=self._config.rollout.timeout_s)
+
+    async def _opening_evaluation(self) -> None:
+        self._write(0, await self._held_out_metrics(), [])
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def _write(self, step: int, record: dict[str, float], groups: list[Group]) -> None:
+        parts, progress = self._parts, self._progress
+        if self._checkpoint_s is not None:
+            record["perf/checkpoint_s"] = self._checkpoint_s
+            self._checkpoint_s = None
+        line = {"step": step, "time": time.time(), **{key: record[key] for key in sorted(record)}}
+        self._metrics.write(line)
+        if step > 0:
+            self._ledger.write(ledger_entry(step, groups))
+            self._recorder.write(step, groups)
+            progress.step = step
+        if step == 1:
+            progress.time_to_first_step_s = parts.process_age_s()
+        progress.note(line)
+        self._count(record)
+        parts.folder.write_status(progress.to_status())
+        parts.display.step(progress)
+
+    def _count(self, record: dict[str, float]) -> None:
+        counters = self._progress.counters
+        counters["tokens_sampled"] = self._sampled_before + self._parts.records.tokens_sampled
+        counters["engine_restarts"] = self._restarts_before + self._parts.fleet.restarts
+        counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
+        counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
+        counters["wall_s"] = self._wall_before_s + self._parts.process_age_s()
+
+    def _phase(self, text: str) -> None:
+        self._progress.phase = text
+        self._parts.display.phase(self._progress)
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    async def _checkpoint(self) -> Path:
+        """Save the run as it is after `progress.step`."""
+        parts, progress = self._parts, self._progress
+        self._phase("saving a checkpoint")
+        started = time.monotonic()
+        state = self._snapshot or self._take_snapshot()
+        # The records up to this step must be on disk before the checkpoint says that the step is done.
+        self._metrics.sync()
+        self._ledger.sync()
+        path = await write_checkpoint(parts.folder.checkpoints, state, parts.trainer.save, self._config.checkpoint.keep)
+        self._checkpoint_s = time.monotonic() - started
+        self._saved_step = progress.step
+        return path
+
+    def _take_snapshot(self) -> LoopState:
+        """What the driver has to remember, at this moment."""
+        parts = self._parts
+        rollout = parts.rollout.worker.state()
+        return LoopState(
+            step=self._progress.step,
+            rollout=rollout,
+            records=parts.records.state([entry.group for entry in rollout.entries]),
+            counters=dict(self._progress.counters),
+        )

@@ -1,0 +1,246 @@
+"""The engines of a run: started together, updated together, brought back when one dies.
+
+Invariant: while nobody holds `weights_lock`, the trainer has exactly the version that the fleet serves. Whoever
+changes weights (a training step with its update) or copies them (to an engine that came back) holds the lock, so an
+engine that was away is given the current weights before the router lets it serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from miles_contracts import DeadlineExceededError, InvalidFieldError, PauseMode, WeightUpdateError
+from miles_loop.audit import EngineRecords, RecordingEngine
+from miles_loop.errors import RunError
+from miles_loop.processes import ChildProcess
+from miles_rollout.engine_client import EngineClient
+from miles_rollout.router import Router
+from miles_sync import FleetFencedError, UpdateReport, UpdateSource, update_weights
+
+_POLL_S = 0.05
+_UPDATE_TRIES = 3
+
+
+@dataclass(slots=True)
+class EngineSlot:
+    """One engine: its client and, when the run started it, its process."""
+
+    client: EngineClient
+    recording: RecordingEngine
+    process: ChildProcess | None
+    restarts_left: int
+    up: bool = False
+
+    @property
+    def url(self) -> str:
+        """Address of the engine."""
+        return self.client.url
+
+
+class Fleet:
+    """All engines of a run.
+
+    Args:
+        engines: clients in order, each with its process or None for an engine that somebody else runs.
+        source: where weights come from.
+        records: what engines answer is recorded here.
+        mode: what happens to running requests during an update.
+        update_deadline_s: of one update.
+        start_timeout_s: of an engine's start.
+        restarts: how often each engine is started again.
+        on_event: told, in words, what happened to engines.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[tuple[EngineClient, ChildProcess | None]],
+        *,
+        source: UpdateSource,
+        records: EngineRecords,
+        mode: PauseMode,
+        update_deadline_s: float,
+        start_timeout_s: float,
+        restarts: int,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self._slots = [
+            EngineSlot(client, RecordingEngine(client, records), process, restarts) for client, process in engines
+        ]
+        self._source = source
+        self._mode = mode
+        self._update_deadline_s = update_deadline_s
+        self._start_timeout_s = start_timeout_s
+        self._on_event = on_event
+        self._watchers: list[asyncio.Task[None]] = []
+        self.version = 0
+        self.restarts = 0
+        self.weights_lock = asyncio.Lock()
+        self.failed: asyncio.Future[RunError] = asyncio.get_running_loop().create_future()
+        self.router = Router([slot.recording for slot in self._slots])
+        """Routes training: every answer is recorded."""
+        self.evaluation_router = Router([slot.client for slot in self._slots])
+        """Routes evaluation: nothing is recorded."""
+
+    @property
+    def _routers(self) -> tuple[Router, Router]:
+        return (self.router, self.evaluation_router)
+
+    async def wait_ready(self) -> None:
+        """Wait until every engine answers, then watch their processes.
+
+        Raises:
+            ProcessDiedError: one ended before it answered.
+            DeadlineExceededError: one did not answer in time.
+        """
+        await asyncio.gather(*(self._wait_ready(slot) for slot in self._slots))
+        for router in self._routers:
+            await router.start()
+        for slot in self._slots:
+            slot.up = True
+            if slot.process is not None:
+                self._watchers.append(asyncio.create_task(self._watch(slot), name=f"watch-{slot.process.name}"))
+
+    async def _wait_ready(self, slot: EngineSlot) -> None:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await slot.client.healthy():
+                    if slot.process is not None and not slot.process.running:
+                        raise slot.process.death()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            where = f"see {slot.process.log}" if slot.process is not None else "is it running?"
+            raise DeadlineExceededError(
+                f"the engine at {slot.url}", self._start_timeout_s, f"{where}, or raise engine.start_timeout_s"
+            ) from None
+
+    async def update(self, version: int) -> UpdateReport | None:
+        """Bring every engine that is up to `version`; the caller holds `weights_lock`.
+
+        Returns None when no engine is up: those that come back will be given this version.
+
+        Raises:
+            RunError: the update failed for a reason that trying again does not cure.
+        """
+        report: UpdateReport | None = None
+        for attempt in range(_UPDATE_TRIES):
+            targets = [slot for slot in self._slots if slot.up]
+            if not targets:
+                break
+            try:
+                report = await self._transfer(targets, version)
+                break
+            except FleetFencedError as error:
+                await self._expel(error)
+                if error.committed:
+                    report = error.report
+                    break
+            except WeightUpdateError as error:
+                if attempt == _UPDATE_TRIES - 1:
+                    raise RunError("weight_update_failed", str(error)) from error
+                self._on_event(f"{error}; trying again")
+            if all(slot.process is None for slot in self._slots) and not any(slot.up for slot in self._slots):
+                raise RunError("engines_gone", "no engine could be updated, and none of them was started by this run")
+        self.version = version
+        for router in self._routers:
+            router.set_version(version)
+        return report
+
+    async def _transfer(self, targets: Sequence[EngineSlot], version: int) -> UpdateReport:
+        return await update_weights(
+            [slot.client for slot in targets],
+            self._source,
+            version=version,
+            mode=self._mode,
+            deadline_s=self._update_deadline_s,
+        )
+
+    async def _expel(self, error: FleetFencedError) -> None:
+        """Fenced engines are out: a process of ours is killed, and its watcher brings it back with good weights."""
+        for slot in self._slots:
+            if slot.url not in error.report.fenced:
+                continue
+            slot.up = False
+            self._quarantine(slot, f"fenced: {error}")
+            self._on_event(f"engine {slot.url} is out of service: {error}")
+            if slot.process is not None:
+                slot.process.crash()
+
+    async def _watch(self, slot: EngineSlot) -> None:
+        """Supervise one engine's process until the run ends."""
+        assert slot.process is not None
+        while True:
+            death = await slot.process.died()
+            slot.up = False
+            self._quarantine(slot, death.how)
+            if slot.restarts_left == 0:
+                self._give_up(slot, death)
+                return
+            slot.restarts_left -= 1
+            self.restarts += 1
+            self._on_event(f"engine {slot.process.name} {death.how}; starting it again")
+            try:
+                await slot.process.start()
+                await self._wait_ready(slot)
+                await self._revive(slot)
+            except (RunError, DeadlineExceededError, WeightUpdateError) as error:
+                self._on_event(f"engine {slot.process.name} could not be brought back: {error}")
+                slot.process.crash()  # the next round counts it as another restart
+
+    async def _revive(self, slot: EngineSlot) -> None:
+        """Give a fresh engine the fleet's weights, then let it serve."""
+        async with self.weights_lock:
+            await self._transfer([slot], self.version)
+            slot.up = True
+            self.router.add_engine(slot.recording)
+            self.evaluation_router.add_engine(slot.client)
+            for router in self._routers:
+                await router.check_health()
+        self._on_event(f"engine {slot.url} serves again, version {self.version}")
+
+    def _quarantine(self, slot: EngineSlot, reason: str) -> None:
+        for router in self._routers:
+            router.quarantine(slot.url, reason)
+
+    def _give_up(self, slot: EngineSlot, death: RunError) -> None:
+        """An engine has used up its restarts: the run goes on while another one serves."""
+        if any(other.up for other in self._slots):
+            self._on_event(f"engine {slot.url} is given up: {death}")
+        elif not self.failed.done():
+            self.failed.set_result(death)
+
+    async def close(self, stop_timeout_s: float) -> None:
+        """End watchers, connections and processes."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        for watcher in self._watchers:
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+        await asyncio.gather(*(router.close() for router in self._routers))
+        await asyncio.gather(*(slot.client.close() for slot in self._slots))
+        await asyncio.gather(*(s.process.stop(stop_timeout_s) for s in self._slots if s.process is not None))
+
+
+def choose_ports(host: str, first: int, count: int) -> list[int]:
+    """`count` ports to listen on: `first`, `first` + 1 ... or free ones when `first` is 0.
+
+    Raises:
+        InvalidFieldError: a port that was asked for is taken, or the host is not this machine's.
+    """
+    wanted = [0] * count if first == 0 else [first + i for i in range(count)]
+    servers: list[socket.socket] = []
+    try:
+        for port in wanted:
+            try:
+                servers.append(socket.create_server((host, port)))
+            except (OSError, OverflowError) as error:
+                what = f"{host}:{port}"
+                remedy = "cannot be listened on; set engine.port to a free port, or to 0"
+                raise InvalidFieldError("engine.port" if port else "engine.host", what, f"{remedy} ({error})") from None
+        return [server.getsockname()[1] for server in servers]
+    finally:
+        for server in servers:
+            server.close()

@@ -1,0 +1,268 @@
+"""One run from start to end: folder, model, processes, loop, and what is said when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from miles_contracts import InvalidFieldError, MilesError
+from miles_loop.audit import EngineRecords
+from miles_loop.checkpoint import LoopState, clean, newest_checkpoint, read_checkpoint
+from miles_loop.config import RunConfig
+from miles_loop.display import Display
+from miles_loop.errors import DiskFullError, InterruptedRunError, RunError
+from miles_loop.models import max_context, resolve_model
+from miles_loop.progress import Progress, RunStatus
+from miles_loop.recipe import Recipe
+from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
+from miles_loop.runtime import LocalRuntime, start_message
+
+if TYPE_CHECKING:
+    from miles_loop.assembly import Assembly
+    from miles_loop.driver import Driver
+
+_log = logging.getLogger(__name__)
+_GONE_GRACE_S = 2.0
+"""How long to wait for a dead process to be reaped, so that the error names it."""
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, the interpreter's own start included (where the system tells)."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="utf-8") as uptime:
+            started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return float(uptime.read().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.monotonic() - _IMPORTED
+
+
+_IMPORTED = time.monotonic()
+
+
+class RunSession:
+    """One process's part of a run: all of it, or what is left after a resume."""
+
+    def __init__(
+        self, recipe: Recipe, config: RunConfig, folder: RunFolder, display: Display, resumed: LoopState | None
+    ) -> None:
+        self._recipe = recipe
+        self._config = config
+        self._folder = folder
+        self._display = display
+        self._resumed = resumed
+        self._checkpoint = newest_checkpoint(folder.checkpoints) if resumed is not None else None
+        self._driver: Driver | None = None
+        self._stop_signals = 0
+        self.progress = Progress(steps=config.steps)
+        if resumed is not None:
+            self._restore_progress(resumed)
+
+    def _restore_progress(self, state: LoopState) -> None:
+        self.progress.step = state.step
+        self.progress.counters |= state.counters
+        for record in read_jsonl(self._folder.metrics_file):
+            self.progress.note(record)
+        self.progress.time_to_first_step_s = self._folder.read_status().get("time_to_first_step_s")
+
+    async def run(self) -> None:
+        """Run to the end, or to the reason why not; `progress` and the run folder say which.
+
+        Raises:
+            MilesError: why the run ended early. The status on disk says it too.
+        """
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number, main)
+        try:
+            await self._run()
+            self.progress.status = RunStatus.FINISHED
+            self.progress.phase = "finished"
+        except InterruptedRunError as error:
+            self._end(RunStatus.INTERRUPTED, error.reason, str(error))
+            raise
+        except asyncio.CancelledError:
+            self._end(RunStatus.INTERRUPTED, "interrupted", "stopped at once by a second signal")
+            raise InterruptedRunError("a second signal") from None
+        except MilesError as error:
+            self._end(RunStatus.FAILED, reason_of(error), str(error))
+            raise
+        except BaseException as error:
+            self._end(RunStatus.FAILED, "bug", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            self._write_last_status()
+
+    def _end(self, status: RunStatus, reason: str, message: str) -> None:
+        self.progress.status, self.progress.reason, self.progress.message = status, reason, message
+        self.progress.phase = str(status)
+
+    def _write_last_status(self) -> None:
+        self._folder.release_reserve()
+        # On a full disk the reserve has made room; if it is still full, the lock tells readers that we are gone.
+        with suppress(DiskFullError, OSError):
+            self._folder.write_status(self.progress.to_status())
+
+    def _on_signal(self, number: signal.Signals, main: asyncio.Task[None]) -> None:
+        """The first signal asks the loop to stop after its step; the next one stops everything at once."""
+        self._stop_signals += 1
+        if self._stop_signals == 1 and self._driver is not None:
+            self._display.note(f"{signal.Signals(number).name}: stopping after this step (again: at once)")
+            self._driver.stopped_by = signal.Signals(number).name
+            self._driver.stop_requested.set()
+        else:
+            main.cancel()
+
+    async def _run(self) -> None:
+        config, folder = self._config, self._folder
+        self._phase("making the model")
+        model = await resolve_model(self._recipe, config.model, config.seed, folder.model, self._event)
+        records = EngineRecords()
+        runtime = LocalRuntime(config, folder, records, self._event)
+        try:
+            self._phase("starting engines and trainer")
+            await runtime.launch(model)
+            # Imported while the processes load: what follows needs the rollout half, they do not.
+            from miles_loop.assembly import Assembly
+
+            checkpoint = None if self._checkpoint is None else self._checkpoint.resolve()
+            loading = asyncio.create_task(runtime.load(start_message(config, model, checkpoint)))
+            try:
+                await asyncio.sleep(0)
+                assembly = await asyncio.to_thread(Assembly, self._recipe, config, model, max_context(model))
+                version = await loading
+            finally:
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+            if version != self.progress.step:
+                raise RunError(
+                    "damaged_checkpoint", f"the trainer continues at {version}, the driver at {self.progress.step}"
+                )
+            await self._drive(assembly, runtime, records)
+        finally:
+            self._phase("ending processes")
+            await runtime.stop()
+
+    async def _drive(self, assembly: Assembly, runtime: LocalRuntime, records: EngineRecords) -> None:
+        from miles_loop.driver import Driver, DriverParts
+
+        async with assembly.rollout(runtime.fleet) as rollout, assembly.held_out(runtime.fleet) as held_out:
+            if self._resumed is not None:
+                rollout.worker.restore(self._resumed.rollout)
+                records.restore(self._resumed.records)
+            driver = Driver(
+                self._config,
+                DriverParts(
+                    folder=self._folder,
+                    trainer=runtime.trainer,
+                    fleet=runtime.fleet,
+                    rollout=rollout,
+                    records=records,
+                    held_out=held_out,
+                    display=self._display,
+                    progress=self.progress,
+                    process_age_s=process_age_s,
+                ),
+            )
+            self._driver = driver
+            try:
+                await self._supervise(driver.run(), runtime)
+            finally:
+                self._driver = None
+                await rollout.worker.close()
+                driver.close()
+
+    async def _supervise(self, work: Awaitable[None], runtime: LocalRuntime) -> None:
+        """The loop, until it ends or a process that it cannot do without does."""
+        loop = asyncio.ensure_future(work)
+        trainer_died = asyncio.ensure_future(runtime.trainer_died())
+        try:
+            await asyncio.wait((loop, trainer_died, runtime.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
+            if loop.done() and not _lost_trainer(loop):
+                return loop.result()
+            # A broken connection is noticed before the dead process is: its death is the better reason.
+            await asyncio.wait(
+                (trainer_died, runtime.fleet.failed), timeout=_GONE_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if trainer_died.done():
+                raise trainer_died.result()
+            if runtime.fleet.failed.done():
+                raise runtime.fleet.failed.result()
+            return loop.result()
+        finally:
+            for task in (loop, trainer_died):
+                task.cancel()
+            await asyncio.gather(loop, trainer_died, return_exceptions=True)
+
+    def _phase(self, text: str) -> None:
+        self.progress.phase = text
+        self._display.phase(self.progress)
+
+    def _event(self, text: str) -> None:
+        _log.warning(text)
+        self._display.note(text)
+
+
+def _lost_trainer(loop: asyncio.Future[None]) -> bool:
+    if loop.cancelled():
+        return False
+    error = loop.exception()
+    return isinstance(error, RunError) and error.reason == "trainer_gone"
+
+
+def reason_of(error: MilesError) -> str:
+    """Short stable name of an error: its own reason, or its class in snake case."""
+    if isinstance(error, RunError):
+        return error.reason
+    name = type(error).__name__.removesuffix("Error")
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def open_new(config: RunConfig) -> RunFolder:
+    """Make and own the folder of a new run.
+
+    Raises:
+        InvalidFieldError: a run is there already.
+        DiskFullError: no room.
+    """
+    assert config.run_dir is not None
+    folder = RunFolder(config.run_dir)
+    if folder.config_file.exists():
+        folder.create(config)  # raises: a run is there
+    folder.lock()
+    folder.create(config)
+    return folder
+
+
+def open_resumed(folder: RunFolder, config: RunConfig) -> LoopState | None:
+    """Own the folder of an earlier run and bring it back to its newest checkpoint; None means: from the start.
+
+    Raises:
+        InvalidFieldError: another process runs there, or the run has no steps left.
+        RunError: the checkpoint is damaged.
+    """
+    folder.lock()
+    clean(folder.checkpoints)
+    path = newest_checkpoint(folder.checkpoints)
+    state = read_checkpoint(path) if path is not None else None
+    step = state.step if state is not None else 0
+    if step >= config.steps:
+        raise InvalidFieldError("steps", config.steps, f"the run has done {step}; ask for more with --steps")
+    folder.prepare(config)
+    # Without a checkpoint there is nothing before step 1 to keep: the opening evaluation is repeated too.
+    last_kept = step if state is not None else -1
+    for file in (folder.metrics_file, folder.ledger_file):
+        truncate_jsonl(file, last_kept)
+    for trajectory in folder.trajectories.glob("step_*.mls"):
+        if int(trajectory.stem.removeprefix("step_")) > step:
+            trajectory.unlink()
+    return state
