@@ -55,6 +55,6 @@ def _routes(sequence: Sequence, form: str) -> dict[str, Any]:
     packed = {
         "dtype": dtype_name(ids.dtype),
         "shape": list(ids.shape),
-        "data": base64.b64encode(np.ascontiguousarray(ids)).decode(),
+        "data": base64.b64encode(np.ascontiguousarray(ids).data).decode(),
     }
     return {"routed_experts_packed": packed}

@@ -27,6 +27,7 @@ from miles_rollout.engine.sampling import sample, scale
 from miles_rollout.engine.scheduler import Limits, Scheduler
 from miles_rollout.engine.sequence import Finish, Sequence, State
 from miles_rollout.engine.text import TextCodec
+from miles_rollout.engine.weight_update import StagedWeights, WeightUpdates
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EngineCore:
         self.loaded = loaded
         self.codec = codec
         self.weight_version = weight_version
+        self.updates = WeightUpdates(loaded.model)
         self.scheduler = Scheduler(limits, sharing=loaded.slots, whole_prompts=not loaded.slots)
         self._executor: Executor
         if loaded.slots:
@@ -176,7 +178,16 @@ class EngineCore:
         """Step again."""
         self.scheduler.paused = False
 
-    def weights_changed(self, version: str) -> None:
+    def commit_update(self, update_id: str) -> None:
+        """Commit an open weight update."""
+        self._weights_changed(self.updates.commit(update_id))
+
+    def swap_weights(self, staged: StagedWeights, version: str) -> None:
+        """Make complete staged weights the serving ones."""
+        staged.swap()
+        self._weights_changed(version)
+
+    def _weights_changed(self, version: str) -> None:
         """New weights are in the model. Unless paused in place, running requests are computed again under them."""
         if not self.scheduler.paused:
             self.scheduler.retract_all()

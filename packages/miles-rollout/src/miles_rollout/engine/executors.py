@@ -120,10 +120,11 @@ class NativeExecutor:
     def __init__(self, model: Any, device: torch.device, routes: RouteRecorder | None) -> None:
         from transformers import DynamicCache
 
+        new_cache: Any = DynamicCache
         self._model = model
         self._device = device
         self._routes = routes
-        self._new_cache = lambda: DynamicCache(config=model.config)
+        self._new_cache = lambda: new_cache(config=model.config)
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> StepLogits:

@@ -57,7 +57,7 @@ def load(path: Path, dtype: str, device: str, *, force_native: bool = False) -> 
 
     attention.register()
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
     )
     model.to(device)

@@ -10,17 +10,24 @@ swaps the staged tensors in, on the model thread between two steps.
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from miles_contracts import InvalidFieldError, ShmBucket, TensorSpec, WeightManifest, WeightUpdateError, digest
+from miles_contracts import (
+    InvalidFieldError,
+    ShmBucket,
+    ShmTensor,
+    TensorSpec,
+    WeightManifest,
+    WeightUpdateError,
+    digest,
+)
 from miles_rollout.engine.folder import WEIGHT_FILES, check_model_folder
 from miles_rollout.engine.weight_layout import WeightLayout, dtype_name
 
@@ -174,7 +181,9 @@ class WeightUpdates:
             seen[canonical] = spec.name
             place = layout.places[canonical]
             if place.shape != spec.shape:
-                raise WeightUpdateError(f"shape {list(spec.shape)}, the model's is {list(place.shape)}", tensor=spec.name)
+                raise WeightUpdateError(
+                    f"shape {list(spec.shape)}, the model's is {list(place.shape)}", tensor=spec.name
+                )
             mine = layout.tensors[place.source].dtype
             theirs = getattr(torch, spec.dtype)
             if mine != theirs and not (mine.is_floating_point and theirs.is_floating_point):
@@ -186,22 +195,17 @@ class WeightUpdates:
     def _load_bucket(self, bucket: ShmBucket) -> None:
         staged = self._staged
         assert staged is not None  # checked by _require_open
-        with mapped(bucket) as data:
+        with open(bucket.path, "rb") as file:
             for tensor in bucket.tensors:
                 spec = tensor.spec
-                end = tensor.offset + spec.num_bytes
-                if not 0 <= tensor.offset <= end <= bucket.num_bytes:
-                    reason = f"bytes [{tensor.offset}, {end}) lie outside the bucket's {bucket.num_bytes}"
-                    raise WeightUpdateError(reason, tensor=spec.name)
                 if spec.digest is None:
                     raise WeightUpdateError("it comes without a digest", tensor=spec.name)
-                # The copy is what gets verified and kept: the sender may not change it afterwards.
-                copy = data[tensor.offset : end].copy()
-                _verify(copy, spec.digest, spec.name)
+                data = _read(file, bucket, tensor)
+                _verify(data, spec.digest, spec.name)
                 if bucket.part_of is not None:
-                    self._put_piece(staged, bucket.part_of, bucket.part_start, copy)
+                    self._put_piece(staged, bucket.part_of, bucket.part_start, data)
                 else:
-                    _put(staged, spec, copy)
+                    _put(staged, spec, data)
 
     def _put_piece(self, staged: StagedWeights, whole: TensorSpec, start: int, piece: Bytes) -> None:
         _require_expected(staged, whole)
@@ -253,30 +257,22 @@ class WeightUpdates:
             return WeightManifest(version=version, tensors=tuple(specs))
 
 
-class mapped:  # noqa: N801 (used as a statement: `with mapped(bucket) as data:`)
-    """The bytes of a bucket's file, mapped read-only."""
+def _read(file: IO[bytes], bucket: ShmBucket, tensor: ShmTensor) -> Bytes:
+    """A private copy of a tensor's bytes: what is verified is what is kept, whatever the sender does next.
 
-    def __init__(self, bucket: ShmBucket) -> None:
-        self._bucket = bucket
-        self._map: mmap.mmap | None = None
-
-    def __enter__(self) -> Bytes:
-        bucket = self._bucket
-        descriptor = os.open(bucket.path, os.O_RDONLY)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size < bucket.num_bytes:
-                raise WeightUpdateError(f"{bucket.path} has {size} bytes, the bucket says {bucket.num_bytes}")
-            if size == 0:
-                return np.empty(0, dtype=np.uint8)
-            self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
-        return np.frombuffer(self._map, dtype=np.uint8)
-
-    def __exit__(self, *exc: object) -> None:
-        # The numpy view may still be alive in a traceback; the map goes away with its last user.
-        self._map = None
+    Read, not mapped: a file that shrinks under a mapping would kill the process.
+    """
+    count = tensor.spec.num_bytes
+    end = tensor.offset + count
+    if not 0 <= tensor.offset <= end <= bucket.num_bytes:
+        reason = f"bytes [{tensor.offset}, {end}) lie outside the bucket's {bucket.num_bytes}"
+        raise WeightUpdateError(reason, tensor=tensor.spec.name)
+    file.seek(tensor.offset)
+    data = np.fromfile(file, dtype=np.uint8, count=count)
+    if len(data) != count:
+        reason = f"{bucket.path} ends after {len(data)} of its {count} bytes"
+        raise WeightUpdateError(reason, tensor=tensor.spec.name)
+    return data
 
 
 def _verify(data: Bytes, expected: str, name: str) -> None:
@@ -302,32 +298,63 @@ def _put(staged: StagedWeights, spec: TensorSpec, data: Bytes) -> None:
     staged.put(spec.name, torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape))
 
 
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
 class _SafetensorsFile:
+    """One weight file of a folder, read tensor by tensor."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in self.tensors()
-        ]
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Names, dtypes and shapes, from the file's header."""
         from safetensors import SafetensorError, safe_open
 
+        specs = []
         try:
             with safe_open(self._path, framework="pt") as file:
-                return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 (not a dict)
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    view = file.get_slice(name)
+                    dtype = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+                    specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(view.get_shape())))
         except SafetensorError as error:
             raise ValueError(f"{self._path.name}: {error}") from error
+        return specs
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the file, one at a time."""
+        from safetensors import safe_open
+
+        with safe_open(self._path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
 
 
 class _PickleFile(_SafetensorsFile):
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        state = torch.load(self._path, map_location="cpu", weights_only=True, mmap=True)
-        return list(state.items())
+    """Torch's own format, read without running any code in it."""
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name=n, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for n, t in self.tensors()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from torch.load(self._path, map_location="cpu", weights_only=True, mmap=True).items()
 
 
 def _weight_files(folder: Path) -> list[_SafetensorsFile]:
     """safetensors files, else torch's own format read without running code."""
     safe = sorted(folder.glob(WEIGHT_FILES[0]))
-    return [_SafetensorsFile(p) for p in safe] if safe else [_PickleFile(p) for p in sorted(folder.glob(WEIGHT_FILES[1]))]
+    return (
+        [_SafetensorsFile(p) for p in safe] if safe else [_PickleFile(p) for p in sorted(folder.glob(WEIGHT_FILES[1]))]
+    )
