@@ -45,7 +45,7 @@ class WireMessage(msgspec.Struct):
     tool_calls: list[_WireCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    function_call: msgspec.Raw | None = None
+    function_call: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _DECODER = msgspec.json.Decoder(list[WireMessage])
@@ -72,7 +72,7 @@ def _normalise(wire: WireMessage, index: int) -> Message:
     where = f"messages[{index}]"
     if wire.role not in ROLES:
         raise BadRequestError(f"{where}.role: got {wire.role!r}; use one of {', '.join(ROLES)}", param=f"{where}.role")
-    if wire.function_call is not None and bytes(wire.function_call) != b"null":
+    if bytes(wire.function_call) != b"null":
         raise BadRequestError(
             f"{where}.function_call is the retired form; send tool_calls", param=f"{where}.function_call"
         )

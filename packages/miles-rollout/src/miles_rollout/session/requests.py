@@ -17,6 +17,8 @@ from miles_rollout.session.nodes import Tools
 from miles_rollout.session.tree import Policy
 
 T = TypeVar("T")
+NOTHING = msgspec.Raw(b"null")
+"""A field that the client left out."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -51,13 +53,13 @@ class ChatRequest(SamplingFields, kw_only=True):
     """Body of `/v1/chat/completions`. Messages and tools stay as text until it is known what is new in them."""
 
     messages: msgspec.Raw
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = NOTHING
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    functions: msgspec.Raw | None = None
+    functions: msgspec.Raw = NOTHING
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -138,7 +140,7 @@ def _refuse_unsupported_chat(request: ChatRequest) -> None:
             f"response_format: got type {kind!r}; sampling is not constrained, ask for the format in a message",
             param="response_format",
         )
-    if request.functions is not None:
+    if bytes(request.functions) != b"null":
         raise BadRequestError("functions: the retired form; send tools", param="functions")
     if request.top_logprobs:
         raise BadRequestError("top_logprobs: only the sampled token's log-prob is known", param="top_logprobs")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_contracts import InvalidFieldError, SamplingParams, Trajectory, TrajectoryIdentity
+from miles_contracts import InvalidFieldError, Message, SamplingParams, Trajectory, TrajectoryIdentity
 from miles_rollout.renderers import Renderer
 from miles_rollout.session import audit
 from miles_rollout.session.audit import SessionCounters
@@ -35,7 +35,7 @@ from miles_rollout.session.errors import (
 from miles_rollout.session.matching import load_matcher
 from miles_rollout.session.messages import assistant_message
 from miles_rollout.session.metrics import Metrics
-from miles_rollout.session.nodes import Generation
+from miles_rollout.session.nodes import Generation, Node
 from miles_rollout.session.prompting import cut_at_stop, render_choice, render_prompt, turn_seed
 from miles_rollout.session.requests import (
     ChatRequest,
@@ -50,7 +50,7 @@ from miles_rollout.session.requests import (
 )
 from miles_rollout.session.responses import Answer
 from miles_rollout.session.session import RenderChoice, Session
-from miles_rollout.session.tree import Policy, SessionTree
+from miles_rollout.session.tree import Plan, Policy, SessionTree
 from miles_rollout.session.upstream import Sampler, call, check
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
@@ -219,7 +219,7 @@ class SessionService:
             )
         render = session.choose_render(render_choice(request))
         renderer = self._renderer_for(render)
-        tools = session.tools(bytes(request.tools)) if request.tools is not None else ()
+        tools = session.tools(bytes(request.tools))
         raw = bytes(request.messages)
         plan, num_messages = session.plan(raw, tools)
         params, overridden = self._sampling(session, request)
@@ -236,9 +236,8 @@ class SessionService:
         reply = assistant_message(
             cut_at_stop(content, params.stop) if not calls else content, parsed.reasoning_content, calls
         )
-        node = session.tree.commit(plan, new_ids, sampled, reply)
+        node = _commit(session, plan, new_ids, sampled, reply, params, render)
         session.remember(raw, node, num_messages)
-        session.transform, session.render = params.transform, render
         if overridden or forced or parsed.malformed:
             session.count(
                 SessionCounters(
@@ -271,8 +270,7 @@ class SessionService:
             plan, suffix = session.tree.plan_ids(prompt)
             params, overridden = self._sampling(session, request)
             sampled, params = await self._sample(session, prompt, prompt.tolist(), params)
-            node = session.tree.commit(plan, suffix, sampled, None)
-            session.transform = params.transform
+            node = _commit(session, plan, suffix, sampled, None, params, session.render)
             if overridden:
                 session.count(SessionCounters(sampling_overrides=1))
             self._count_turn(len(suffix), sampled)
@@ -400,6 +398,24 @@ class SessionService:
         self.metrics.add("new_prompt_tokens_total", new_prompt_tokens)
         self.metrics.add("sampled_tokens_total", len(sampled.output_ids))
         self.metrics.add("cached_tokens_total", sampled.cached_tokens or 0)
+
+
+def _commit(
+    session: Session,
+    plan: Plan,
+    prompt_ids: NDArray[np.int32],
+    sampled: Generation,
+    reply: Message | None,
+    params: SamplingParams,
+    render: RenderChoice | None,
+) -> Node:
+    """Write a turn; a turn that cannot be written any more is counted as discarded."""
+    try:
+        session.settle(params.transform, render)
+        return session.tree.commit(plan, prompt_ids, sampled, reply)
+    except SessionBusyError:
+        session.count(SessionCounters(discarded_turns=1, discarded_tokens=len(sampled.output_ids)))
+        raise
 
 
 def _length(ids: Any) -> int:

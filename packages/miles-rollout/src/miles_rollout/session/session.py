@@ -10,7 +10,7 @@ import msgspec
 from miles_contracts import Message, SamplingParams, SamplingTransform, Trajectory, TrajectoryIdentity
 from miles_rollout.session.assemble import trajectories, tree_counters
 from miles_rollout.session.audit import SampleRecord, SessionCounters
-from miles_rollout.session.errors import BadRequestError
+from miles_rollout.session.errors import BadRequestError, SessionBusyError
 from miles_rollout.session.messages import parse_messages
 from miles_rollout.session.nodes import Node, Tools, path_messages
 from miles_rollout.session.rawprefix import RawPrefixes
@@ -112,6 +112,19 @@ class Session:
                     param=name,
                 )
         return self.render
+
+    def settle(self, transform: SamplingTransform, render: RenderChoice | None) -> None:
+        """The first committed turn fixes how all turns are sampled and rendered.
+
+        Raises:
+            SessionBusyError: of several first turns at once, another one was answered first, with other settings.
+        """
+        if self.tree.nodes and (self.transform, self.render) != (transform, render):
+            raise SessionBusyError(
+                "another first turn of this session was answered meanwhile with other sampling or render settings; "
+                "send the request again with those, or use another session"
+            )
+        self.transform, self.render = transform, render
 
     def count(self, events: SessionCounters) -> None:
         """Add to counters that do not follow from the tree."""
