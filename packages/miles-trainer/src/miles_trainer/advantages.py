@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from miles_contracts import Group, InvalidFieldError, Status, Trajectory
 from numpy.typing import NDArray
 
+from miles_contracts import Group, InvalidFieldError, Status, Trajectory
 from miles_trainer.config import AdvantageConfig, Estimator
 from miles_trainer.errors import describe
 
@@ -74,12 +74,14 @@ def group_advantages(rewards: NDArray[np.float64], config: AdvantageConfig) -> N
         raise InvalidFieldError(
             "group size", n, f"{config.estimator} compares members of a group; use at least 2, or reinforce_pp"
         )
-    centred = rewards - rewards.mean()
+    centred: NDArray[np.float64] = rewards - rewards.mean()
     if config.estimator is Estimator.RLOO:
-        return centred * (n / (n - 1))
+        left_out: NDArray[np.float64] = centred * (n / (n - 1))
+        return left_out
     if config.estimator is Estimator.GRPO and config.std_normalization:
         std = rewards.std(ddof=1 if config.std == "unbiased" else 0)
-        return centred / (std + config.epsilon)
+        scaled: NDArray[np.float64] = centred / (std + config.epsilon)
+        return scaled
     return centred
 
 
@@ -89,7 +91,8 @@ def whiten(values: NDArray[np.float64], counts: NDArray[np.int64], config: Advan
     mean = float((values * counts).sum() / total)
     bessel = 1 if config.std == "unbiased" and total > 1 else 0
     variance = float(((values - mean) ** 2 * counts).sum() / (total - bessel))
-    return (values - mean) / (np.sqrt(variance) + config.epsilon)
+    whitened: NDArray[np.float64] = (values - mean) / (np.sqrt(variance) + config.epsilon)
+    return whitened
 
 
 def assign_credit(groups: Sequence[Group], config: AdvantageConfig, *, rewarded: bool = True) -> Credit:

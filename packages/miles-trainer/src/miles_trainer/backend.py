@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from miles_contracts import MilesError, Trajectory, WeightManifest
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles_contracts import MilesError, Trajectory, WeightManifest
 from miles_trainer import checkpoint, export
 from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
 from miles_trainer.config import ObjectiveKind, TrainerConfig
@@ -20,7 +22,11 @@ from miles_trainer.loss import StepSums, micro_batch_loss
 from miles_trainer.modeling import PolicyModel, load_model
 from miles_trainer.objectives import Tokens
 from miles_trainer.optimizer import MasterAdamW
+from miles_trainer.replay import Replayer, find_routers
+from miles_trainer.routing import RoutingStep
 from miles_trainer.schedule import factor
+
+_LOG = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -53,9 +59,16 @@ class TorchBackend:
         if self.config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
+        replayer = Replayer(model, policy.probe) if find_routers(model) else None
+        if replayer is not None and not self.config.replay.enabled:
+            _LOG.warning(
+                "replay.enabled is off for a mixture-of-experts model: the trainer chooses other experts than the "
+                "engine did for some tokens, which shows as noise in importance ratios (train_rollout_kl)"
+            )
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = MasterAdamW(parameters, self.config.optimizer)
         self.policy = policy
+        self.replayer = replayer
 
     def _wrap(self, model: Any) -> PolicyModel:
         batching = self.config.batching
@@ -69,6 +82,21 @@ class TorchBackend:
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Refuse trajectories this model cannot process (InvalidFieldError)."""
         check_trajectories(trajectories, self.policy.vocab_size, self.policy.max_length)
+
+    @property
+    def replaying(self) -> bool:
+        """Whether trajectories need routing traces."""
+        return self.replayer is not None and self.config.replay.enabled
+
+    def has_routes(self, trajectories: Sequence[Trajectory]) -> list[bool]:
+        """For each trajectory whether it carries a complete trace; all True when nothing is replayed.
+
+        Raises:
+            InvalidFieldError: a trace of another model.
+        """
+        if self.replayer is None or not self.config.replay.enabled:
+            return [True] * len(trajectories)
+        return [self.replayer.check(t) for t in trajectories]
 
     def learning_rate(self) -> float:
         """Rate of the next update."""
@@ -84,14 +112,26 @@ class TorchBackend:
         sums = StepSums.zero(self.device)
         self.optimizer.zero_grad()
         try:
+            routing = RoutingStep(
+                self.policy,
+                self.replayer,
+                batch,
+                replay=self.replaying,
+                aux_coefficient=self.config.replay.aux_loss_coefficient,
+            )
             for micro in batch.micro_batches:
-                self._forward_backward(micro, sums)
+                with routing.replayed(micro) as use:
+                    loss = self._loss(micro, sums)
+                    aux = routing.add(use)
+                    # inside the block: a recomputation in the backward pass replays too
+                    (loss if aux is None else loss + aux).backward()  # type: ignore[no-untyped-call]
             lr = self.learning_rate()
             norm = self._update(lr, batch)
         finally:
             self.optimizer.zero_grad()
         self.version += 1
-        return {**sums.metrics(batch.num_trained, self.config.objective), "grad_norm": norm, "lr": lr}
+        metrics = sums.metrics(batch.num_trained, self.config.objective)
+        return {**metrics, **routing.metrics(), "grad_norm": norm, "lr": lr}
 
     def _update(self, lr: float, batch: TrainBatch) -> float:
         try:
@@ -109,7 +149,8 @@ class TorchBackend:
                 )
             ) from None
 
-    def _forward_backward(self, micro: MicroBatch, sums: StepSums) -> None:
+    def _loss(self, micro: MicroBatch, sums: StepSums) -> Tensor:
+        """This micro-batch's share of the step's loss."""
         objective = self.config.objective
         reference = self._reference_logprobs(micro)
         logprobs, entropies = self.policy.forward(
@@ -131,7 +172,7 @@ class TorchBackend:
         loss, weighted = micro_batch_loss(logprobs, entropies, reference, tokens, objective, sums)
         if not bool(torch.isfinite(loss.detach())):
             _require_finite("loss", weighted, micro)
-        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         kl = self.config.objective.kl
@@ -155,13 +196,23 @@ class TorchBackend:
             micro = build_micro_batch([trajectories[i] for i in indices])
             if not len(micro.targets):
                 continue
-            with torch.no_grad():
+            with torch.no_grad(), self._replayed(micro):
                 logprobs, _ = self.policy.forward(micro)
             values = logprobs.float().cpu().numpy()
-            ends = np.cumsum(np.maximum(micro.lengths - 1, 0))
+            ends = np.cumsum(micro.lengths)  # a trajectory of T tokens feeds T - 1 and has as many predicted
             for index, part in zip(indices, np.split(values, ends[:-1]), strict=True):
                 out[index][1:] = part
         return out
+
+    @contextmanager
+    def _replayed(self, micro: MicroBatch) -> Iterator[None]:
+        """Replay where every trajectory has a complete trace, else the model's own routing."""
+        if self.replayer is None or not self.replaying or not all(self.has_routes(micro.trajectories)):
+            yield
+            return
+        rows, num_rows = self.policy.input_rows(micro)
+        with self.replayer.using(self.replayer.prepare(micro, rows, num_rows, replay=True)):
+            yield
 
     def weight_specs(self, version: int) -> WeightManifest:
         """Manifest of the weights under canonical names, from metadata only."""
@@ -187,12 +238,12 @@ class TorchBackend:
             CheckpointError: incomplete, corrupted, or of another model.
         """
         saved = checkpoint.read(directory, self.policy.model)
-        before = self.policy, self.optimizer
+        before = self.policy, self.optimizer, self.replayer
         try:
             self._adopt(directory / checkpoint.HF)
             checkpoint.restore_optimizer(saved, self.optimizer)
         except BaseException:
-            self.policy, self.optimizer = before
+            self.policy, self.optimizer, self.replayer = before
             raise
         checkpoint.restore_rng(saved)
         self.version = saved.version

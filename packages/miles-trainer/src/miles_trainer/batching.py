@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from miles_contracts import InvalidFieldError, Trajectory
 from numpy.typing import NDArray
 
+from miles_contracts import InvalidFieldError, Trajectory
 from miles_trainer.config import Aggregation
 from miles_trainer.errors import describe
 
@@ -22,11 +23,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S whole trajectories laid end to end: N tokens of which P are predicted (trained or scored).
+    """S trajectories laid end to end: N tokens are fed to the model, P are predicted (trained or scored).
+
+    Of each trajectory only the tokens before its last predicted one are fed; what follows cannot matter.
 
     Attributes:
         trajectories: the S trajectories in the order of their tokens.
-        lengths: int64 [S] tokens of each.
+        lengths: int64 [S] fed tokens of each.
         token_ids: int64 [N].
         position_ids: int64 [N], restarting at 0 with every trajectory.
         sources: int64 [P], index into N of the token whose hidden state predicts.
@@ -158,35 +161,39 @@ def build_micro_batch(
     advantages: Floats | None = None,
     weights: Floats | None = None,
 ) -> MicroBatch:
-    """Lay trajectories end to end.
+    """Lay trajectories end to end, each up to its last predicted token.
 
     Args:
         trajectories: S trajectories.
         advantages: float64 [S], or None to predict every token but the first (scoring).
         weights: float64 [S], weight of each trained token; goes with `advantages`.
     """
-    lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    total = int(lengths.sum())
+    sizes = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
     token_ids = _concat([t.token_ids for t in trajectories], np.int32).astype(np.int64)
     logprobs = _concat([t.logprobs for t in trajectories], np.float32)
-    positions = np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)
+    owner = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+    offsets = np.arange(len(token_ids), dtype=np.int64) - starts[owner]
     if advantages is None:
-        predicted = np.flatnonzero(positions > 0)
+        predicted = np.flatnonzero(offsets > 0)
     else:
         predicted = np.flatnonzero(_concat([t.loss_mask for t in trajectories], np.bool_))
-    segments = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)[predicted]
+    segments = owner[predicted]
+    lengths = np.zeros(len(sizes), dtype=np.int64)
+    lengths[segments] = offsets[predicted]  # the largest offset is written last
+    fed = np.flatnonzero(offsets < lengths[owner])
+    dropped = starts - (np.cumsum(lengths) - lengths)
     temperatures = np.array([t.sampling.temperature or 1.0 for t in trajectories], dtype=np.float32)
     values = np.zeros(len(lengths)) if advantages is None else advantages
     shares = np.zeros(len(lengths)) if weights is None else weights
     return MicroBatch(
         trajectories=tuple(trajectories),
         lengths=lengths,
-        token_ids=token_ids,
-        position_ids=positions,
-        sources=predicted - 1,
+        token_ids=token_ids[fed],
+        position_ids=offsets[fed],
+        sources=predicted - 1 - dropped[segments],
         targets=token_ids[predicted],
-        target_index=positions[predicted],
+        target_index=offsets[predicted],
         segments=segments,
         inverse_temperature=(1.0 / temperatures)[segments],
         engine_logprobs=logprobs[predicted],
@@ -195,7 +202,7 @@ def build_micro_batch(
     )
 
 
-def _concat(arrays: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
+def _concat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from miles_contracts import InvalidFieldError
 from torch import Tensor
 
+from miles_contracts import InvalidFieldError
 from miles_trainer import export
 from miles_trainer.errors import CheckpointError
+from miles_trainer.modeling import quiet_progress
 from miles_trainer.optimizer import MasterAdamW
 
 HF = "hf"
@@ -80,7 +81,8 @@ def export_hf(directory: Path, model: Any, tokenizer_from: Path) -> None:
 
 def write_hf(folder: Path, model: Any, tokenizer_from: Path) -> None:
     """`save_pretrained` plus the small files of the source folder that it does not write (tokenizer, templates)."""
-    model.save_pretrained(folder)
+    with quiet_progress():
+        model.save_pretrained(folder)
     for source in sorted(tokenizer_from.iterdir()):
         if source.is_file() and not source.name.endswith(_NOT_TOKENIZER) and not (folder / source.name).exists():
             shutil.copyfile(source, folder / source.name)
@@ -160,7 +162,7 @@ def _require_same_model(directory: Path, model: Any) -> None:
 
 def _rng_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().cpu()
     return states
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from miles_contracts import TensorSpec, WeightManifest
 from torch import Tensor, nn
+
+from miles_contracts import TensorSpec, WeightManifest
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from miles_contracts import InvalidFieldError
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from miles_contracts import InvalidFieldError
 from miles_trainer import attention
 from miles_trainer.attention import UnsupportedAttentionError, layout_of
 from miles_trainer.batching import MicroBatch
@@ -32,7 +33,7 @@ class Packing(StrEnum):
     """One row per trajectory, padded on the right; for layers that carry state from token to token."""
 
 
-def load_model(path: Path, dtype: str, device: torch.device) -> nn.Module:
+def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     """Load the causal LM in `path` (a local folder; nothing is downloaded), dropout off.
 
     Raises:
@@ -46,13 +47,28 @@ def load_model(path: Path, dtype: str, device: torch.device) -> nn.Module:
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise InvalidFieldError("model_path", str(path), "the folder has no weights (*.safetensors)")
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
-        )
+        with quiet_progress():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise InvalidFieldError("model_path", str(path), f"transformers cannot load it: {error}") from error
     _disable_randomness(model)
     return model.to(device)
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """transformers' progress bars off inside the block: they would interleave with a run's own display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _disable_randomness(model: nn.Module) -> None:
@@ -89,13 +105,13 @@ class PolicyModel:
         logits_bytes: bytes of logits that may exist at once.
     """
 
-    def __init__(self, model: nn.Module, *, packing: str, logits_bytes: int) -> None:
+    def __init__(self, model: Any, *, packing: str, logits_bytes: int) -> None:
         self.model = model
         self.config: Any = model.config
         self.text_config: Any = self.config.get_text_config()
         self.logits_bytes = logits_bytes
         self.device = next(model.parameters()).device
-        self.head: nn.Module = model.get_output_embeddings()
+        self.head: Any = model.get_output_embeddings()
         if self.head is None:
             raise InvalidFieldError("model_path", type(model).__name__, "give a causal LM with an output head")
         self.vocab_size = int(self.head.weight.shape[0])
@@ -112,7 +128,7 @@ class PolicyModel:
     def forward(
         self, batch: MicroBatch, *, entropy: bool = False, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [P] of the predicted tokens and, when asked for, entropies [P]; float32 (float64 model: float64)."""
+        """Log-probs [P] of the predicted tokens and entropies [P] when asked for, float32 (or float64 as the model)."""
         sources = torch.from_numpy(batch.sources).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
         inverse_temperature = torch.from_numpy(batch.inverse_temperature).to(self.device)
@@ -137,8 +153,8 @@ class PolicyModel:
         )
 
     @property
-    def _base(self) -> Callable[..., Any]:
-        return getattr(self.model, self.model.base_model_prefix)  # type: ignore[arg-type, no-any-return]
+    def _base(self) -> Any:
+        return getattr(self.model, self.model.base_model_prefix)
 
     def _inputs(
         self, lengths: NDArray[np.int64], token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]
@@ -171,7 +187,7 @@ class PolicyModel:
         return choice
 
     def _set_attention(self, *, required: bool) -> None:
-        """Install packed attention where it is wanted; fall back to transformers' masks when the model cannot use it."""
+        """Install packed attention where it is wanted; fall back to transformers' masks for models that cannot."""
         if self.packing is not Packing.VARLEN:
             return
         before = self.config._attn_implementation
@@ -183,6 +199,17 @@ class PolicyModel:
             raise InvalidFieldError("batching.packing", "varlen", "the model's attention needs block_diagonal")
         self.model.set_attn_implementation(before)
         self.packing = Packing.BLOCK_DIAGONAL
+
+    def input_rows(self, batch: MicroBatch) -> tuple[Tensor, int]:
+        """Row of each fed token in the model's flattened input, int64 [N], and the number of rows with padding."""
+        if self.padded:
+            return token_rows(batch.lengths, self.device), len(batch.lengths) * int(batch.lengths.max(initial=0))
+        return torch.arange(batch.num_tokens, device=self.device), batch.num_tokens
+
+    @torch.no_grad()
+    def probe(self) -> None:
+        """Run the model on a few tokens, for whoever watches its modules."""
+        self._base(**self._probe(), use_cache=False)
 
     def _probe(self) -> dict[str, Any]:
         """Inputs of two tiny trajectories."""

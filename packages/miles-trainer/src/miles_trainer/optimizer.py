@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,13 @@ class MasterAdamW:
         self.config = config
         self.parameters = dict(parameters)
         self.masters: dict[str, Tensor] = {}
-        self._handles = []
         for name, parameter in self.parameters.items():
             if parameter.dtype in _FULL:
                 self.masters[name] = parameter
                 continue
             master = parameter.detach().to(torch.float32, copy=True)
             self.masters[name] = master
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_accumulate_into(master)))
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(master))  # type: ignore[no-untyped-call]
         decayed = [m for m in self.masters.values() if m.dim() >= 2]
         plain = [m for m in self.masters.values() if m.dim() < 2]
         groups = [
@@ -123,10 +122,11 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all gradients, accumulated in float64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double())
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    return norms.square().sum().sqrt()
 
 
-def _accumulate_into(master: Tensor):  # type: ignore[no-untyped-def]
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         if parameter.grad is None:
             return

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from miles_contracts import Group, InvalidFieldError, Trajectory, WeightManifest
 from numpy.typing import NDArray
 
+from miles_contracts import Group, InvalidFieldError, Trajectory, WeightManifest
 from miles_trainer.advantages import Credit, assign_credit
 from miles_trainer.backend import TorchBackend
 from miles_trainer.batching import TrainBatch, build_micro_batch, plan, token_weights
 from miles_trainer.config import ObjectiveKind, TrainerConfig
+from miles_trainer.errors import describe
 
 if TYPE_CHECKING:
     import torch
@@ -52,16 +54,46 @@ class Trainer:
         credit = assign_credit(
             groups, self.config.advantage, rewarded=self.config.objective.kind is not ObjectiveKind.SFT
         )
+        credit, unrouted = self._with_routes(credit)
         if not credit.trajectories:
             raise InvalidFieldError(
                 "groups",
-                f"{len(groups)} groups, {credit.excluded} trajectories excluded",
+                f"{len(groups)} groups, {credit.excluded} trajectories excluded, {unrouted} without routes",
                 "give at least one scored trajectory with a trained token",
             )
         self.backend.check(credit.trajectories)
         batch = self._batch(credit)
         metrics = self.backend.train(batch)
-        return {**metrics, **_credit_metrics(credit, batch)}
+        return {**metrics, **_credit_metrics(credit, batch), "excluded_unrouted": float(unrouted)}
+
+    def _with_routes(self, credit: Credit) -> tuple[Credit, int]:
+        """Refuse or leave out trajectories whose routing cannot be replayed; also how many were left out.
+
+        A trajectory that is left out still counted in its group's baseline: its reward is as good as any.
+        """
+        complete = np.array(self.backend.has_routes(credit.trajectories), dtype=np.bool_)
+        if complete.all():
+            return credit, 0
+        first = credit.trajectories[int(np.flatnonzero(~complete)[0])]
+        if self.config.replay.incomplete == "refuse":
+            raise InvalidFieldError(
+                f"routing of {describe(first.identity)}",
+                None if first.routing is None else first.routing.num_tokens,
+                "replay needs the experts of every fed token: ask the engine for routes, "
+                "set replay.incomplete to 'mask', or turn replay.enabled off",
+            )
+        kept = np.flatnonzero(complete)
+        old, members = np.unique(credit.members[kept], return_inverse=True)
+        return (
+            replace(
+                credit,
+                trajectories=tuple(credit.trajectories[i] for i in kept),
+                advantages=credit.advantages[kept],
+                members=members,
+                num_members=len(old),
+            ),
+            int((~complete).sum()),
+        )
 
     def _batch(self, credit: Credit) -> TrainBatch:
         objective = self.config.objective

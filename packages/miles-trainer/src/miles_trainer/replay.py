@@ -1,0 +1,333 @@
+"""Routing replay: the trainer uses the experts that the engine chose, and its own gate weights for them.
+
+A router is found by structure: beside a module that holds expert weights [E, ..] stands one whose weight is
+[E, hidden]. While a micro-batch is being replayed, the top-k of the scores inside the router returns the
+recorded ids and the scores at those ids. Everything around that call is the model's own code, so its
+normalisation, scaling and gradient stay what they are, and a recomputation (gradient checkpointing) reads
+the same rows again because rows belong to a layer and not to a cursor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from miles_contracts import InvalidFieldError, RoutingTrace, Trajectory
+from miles_trainer.batching import MicroBatch
+from miles_trainer.errors import describe
+
+
+@dataclass
+class Router:
+    """One router of a model.
+
+    Attributes:
+        name: module path.
+        module: the router.
+        layer: index of the decoder layer it belongs to.
+        num_experts: E.
+        top_k: experts per token, read from the first call.
+        replayable: False when the choice is fixed by the token ids (a table), so both sides agree anyway.
+        sigmoid: scores are sigmoids rather than a softmax.
+    """
+
+    name: str
+    module: nn.Module
+    layer: int
+    num_experts: int
+    top_k: int = 0
+    replayable: bool = True
+    sigmoid: bool = False
+
+
+@dataclass
+class RouteUse:
+    """What the routers of one micro-batch used, and would have used.
+
+    Attributes:
+        known: bool [rows], rows of the model's flattened input that carry a recorded choice.
+        routes: per router an integer tensor [rows, top_k], empty when nothing is replayed.
+        valid: int64 [N], rows that hold tokens (not padding).
+        agreement: sum over routers and known rows of the share of own choices that equal the recorded ones.
+        replayed: number of (router, row) pairs that were replayed.
+        logits: per router the router logits of the forward pass [rows, E], with gradient.
+        chosen: per router the ids used [rows, top_k].
+    """
+
+    known: Tensor
+    routes: tuple[Tensor, ...]
+    valid: Tensor
+    agreement: Tensor
+    replayed: int = 0
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """The routers of a model in the order of its layers; empty for a dense model."""
+    found: list[Router] = []
+    for name, block in model.named_modules():
+        children = dict(block.named_children())
+        counts = {_expert_count(child) for child in children.values()} - {0}
+        for child_name, child in children.items():
+            weight = getattr(child, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 2 and int(weight.shape[0]) in counts:
+                path = f"{name}.{child_name}"
+                digits = re.search(r"\.(\d+)\.", f".{path}.")
+                found.append(Router(path, child, int(digits[1]) if digits else len(found), int(weight.shape[0])))
+    return sorted(found, key=lambda r: r.layer)
+
+
+def _expert_count(module: nn.Module) -> int:
+    """E when the module itself holds tensors of E experts' matrices, else 0."""
+    stacks = {int(p.shape[0]) for p in module.parameters(recurse=False) if p.dim() == 3}
+    return stacks.pop() if len(stacks) == 1 else 0
+
+
+class Replayer:
+    """Makes the routers of one model replay; does nothing outside `using`.
+
+    Args:
+        model: a model with routers (`find_routers`).
+        probe: runs the model once on a few tokens.
+
+    Raises:
+        InvalidFieldError: a router whose choice cannot be replaced.
+    """
+
+    def __init__(self, model: Any, probe: Callable[[], object]) -> None:
+        self.routers = find_routers(model)
+        if not self.routers:
+            raise InvalidFieldError("model", type(model).__name__, "a model without routers has nothing to replay")
+        self._use: RouteUse | None = None
+        self._learning = True
+        for index, router in enumerate(self.routers):
+            _wrap_forward(router.module, self._interceptor(index, router))
+        probe()
+        self._learning = False
+        self.decoder_layers = int(model.config.get_text_config().num_hidden_layers)
+        for router in self.routers:
+            if router.top_k:
+                continue
+            if not any(not t.is_floating_point() for t in (*router.module.buffers(), *router.module.parameters())):
+                raise InvalidFieldError(
+                    "replay.enabled", True, f"router {router.name} does not choose by top-k; turn replay off"
+                )
+            router.replayable = False
+        self.top_k = max(r.top_k for r in self.routers)
+
+    def _interceptor(self, index: int, router: Router) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._learning:
+                with _Learn(router):
+                    return original(*args, **kwargs)
+            use = self._use
+            if use is None:
+                return original(*args, **kwargs)
+            with _Override(use, index, router):
+                out = original(*args, **kwargs)
+            # a recomputation must not count a second time
+            if index not in use.logits:
+                use.logits[index] = _router_logits(out, router)
+            return out
+
+        return run
+
+    def check(self, trajectory: Trajectory) -> bool:
+        """True when the trajectory carries a complete trace for this model, False when it has none.
+
+        Raises:
+            InvalidFieldError: a trace of another model (layers, top-k or number of experts).
+        """
+        trace = trajectory.routing
+        if trace is None:
+            return False
+        experts = {r.num_experts for r in self.routers}
+        if trace.num_experts not in experts or trace.top_k != self.top_k or self.columns(trace) is None:
+            raise InvalidFieldError(
+                f"routing of {describe(trajectory.identity)}",
+                f"{trace.num_layers} layers, top-{trace.top_k} of {trace.num_experts}",
+                f"the model has {len(self.routers)} routers with top-{self.top_k} of {sorted(experts)}",
+            )
+        return trace.num_tokens >= trajectory.num_tokens - 1
+
+    def columns(self, trace: RoutingTrace) -> list[int] | None:
+        """Which layer of a trace belongs to each router: traces list MoE layers, or all decoder layers."""
+        if trace.num_layers == len(self.routers):
+            return list(range(len(self.routers)))
+        if trace.num_layers == self.decoder_layers:
+            return [r.layer for r in self.routers]
+        return None
+
+    @contextmanager
+    def using(self, use: RouteUse) -> Iterator[RouteUse]:
+        """Replay `use` in every forward pass and recomputation inside the block."""
+        self._use = use
+        try:
+            yield use
+        finally:
+            self._use = None
+
+    def prepare(self, micro: MicroBatch, rows: Tensor, num_rows: int, *, replay: bool) -> RouteUse:
+        """The recorded choices of a micro-batch, placed on the rows of the model's flattened input.
+
+        Args:
+            micro: N fed tokens.
+            rows: int64 [N], the row of each token.
+            num_rows: rows including padding.
+            replay: False to only observe.
+        """
+        known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
+        agreement = torch.zeros((), dtype=torch.float64, device=rows.device)
+        routes: list[Tensor] = []
+        if replay:
+            known[rows] = True
+            for index in range(len(self.routers)):
+                ids = torch.from_numpy(self.ids_of(micro, index).astype(np.int64)).to(rows.device)
+                grid = ids.new_zeros(num_rows, ids.shape[1])
+                grid[rows] = ids
+                routes.append(grid)
+        return RouteUse(known=known, routes=tuple(routes), valid=rows, agreement=agreement)
+
+    def ids_of(self, micro: MicroBatch, index: int) -> NDArray[Any]:
+        """Recorded ids [N, top_k] of one router for the fed tokens."""
+        parts = []
+        for t, length in zip(micro.trajectories, micro.lengths.tolist(), strict=True):
+            trace = t.routing
+            columns = self.columns(trace) if trace is not None else None
+            if trace is None or columns is None:
+                raise InvalidFieldError(f"routing of {describe(t.identity)}", None, "replay needs a complete trace")
+            parts.append(trace.expert_ids[:length, columns[index]])
+        return np.concatenate(parts)
+
+    def recorded_counts(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """How often each router's experts were chosen in a step, float64 [routers, E]; from the traces alone."""
+        size = max(r.num_experts for r in self.routers)
+        out = np.zeros((len(self.routers), size))
+        for micro in micro_batches:
+            for index in range(len(self.routers)):
+                out[index] += np.bincount(self.ids_of(micro, index).reshape(-1), minlength=size)
+        return torch.from_numpy(out)
+
+    def used_counts(self, use: RouteUse) -> Tensor:
+        """How often each router's experts were used in one forward pass, float64 [routers, E]."""
+        size = max(r.num_experts for r in self.routers)
+        rows = []
+        for index in range(len(self.routers)):
+            ids = use.chosen.get(index)
+            rows.append(torch.bincount(ids[use.valid].flatten(), minlength=size) if ids is not None else None)
+        empty = torch.zeros(size, dtype=torch.int64, device=use.valid.device)
+        return torch.stack([r if r is not None else empty for r in rows]).double()
+
+    def aux_loss(self, use: RouteUse, counts: Tensor, num_tokens: int) -> Tensor:
+        """This micro-batch's share of the step's load-balancing loss, float64 scalar with gradient.
+
+        The loss is the mean over replayable routers of E * sum_e f_e * P_e: f_e is the share of the step's
+        choices that fell on expert e, P_e the mean over the step's tokens of the router's normalised score. It
+        is 1 for a perfectly even load. f comes from the choices really used, so it does not depend on how the
+        step is cut.
+
+        Args:
+            use: after the forward pass.
+            counts: choices of the whole step, [routers, E].
+            num_tokens: tokens fed in the whole step.
+        """
+        total: Tensor | None = None
+        layers = [i for i, r in enumerate(self.routers) if r.replayable]
+        for index in layers:
+            router = self.routers[index]
+            logits = use.logits[index][use.valid].float()
+            scores = logits.sigmoid() if router.sigmoid else logits.softmax(-1)
+            if router.sigmoid:
+                scores = scores / scores.sum(-1, keepdim=True)
+            load = counts[index, : router.num_experts].to(scores.device)
+            share = (scores.double().sum(0) * (load / load.sum())).sum() * (router.num_experts / num_tokens)
+            total = share if total is None else total + share
+        if total is None:
+            return torch.zeros((), dtype=torch.float64, device=use.valid.device)
+        return total / len(layers)
+
+
+def _wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(original, *args, **kwargs)
+
+    module.forward = forward
+
+
+def _router_logits(out: Any, router: Router) -> Tensor:
+    """The first float output with one column per expert."""
+    for value in out if isinstance(out, tuple) else (out,):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == router.num_experts:
+            return value.reshape(-1, router.num_experts)
+    raise InvalidFieldError("replay.enabled", router.name, "the router returns no logits; turn replay off")
+
+
+def _choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], router: Router) -> tuple[Tensor, int] | None:
+    """(scores, k) when a call is the router's choice among all its experts."""
+    if func not in (torch.topk, Tensor.topk):
+        return None
+    scores = args[0] if args else kwargs["input"]
+    k = args[1] if len(args) > 1 else kwargs["k"]
+    # group-limited routers first rank groups, on tensors of another shape
+    if scores.dim() != 2 or scores.shape[-1] != router.num_experts or (router.top_k and k != router.top_k):
+        return None
+    return scores, int(k)
+
+
+class _Learn(TorchFunctionMode):
+    """Watches one call of a router to learn k and the kind of scores."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.sigmoid, Tensor.sigmoid, torch.nn.functional.sigmoid):
+            self.router.sigmoid = True
+        choice = _choice(func, args, kwargs, self.router)
+        if choice is not None:
+            self.router.top_k = choice[1]
+        return func(*args, **kwargs)
+
+
+class _Override(TorchFunctionMode):
+    """Inside a router: the choice returns the recorded ids where there are some."""
+
+    def __init__(self, use: RouteUse, index: int, router: Router) -> None:
+        super().__init__()
+        self.use, self.index, self.router = use, index, router
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        choice = _choice(func, args, kwargs, self.router)
+        own = func(*args, **kwargs)
+        if choice is None:
+            return own
+        use, scores = self.use, choice[0]
+        first = self.index not in use.chosen
+        if not use.routes:
+            if first:
+                use.chosen[self.index] = own.indices.detach()
+            return own
+        recorded = use.routes[self.index]
+        ids = torch.where(use.known[:, None], recorded, own.indices)
+        if first:
+            use.chosen[self.index] = ids
+            with torch.no_grad():
+                same = (own.indices[:, :, None] == recorded[:, None, :]).any(-1).double().mean(-1)
+                use.agreement += same[use.known].sum()
+                use.replayed += len(use.valid)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
