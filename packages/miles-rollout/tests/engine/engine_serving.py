@@ -48,10 +48,12 @@ async def serve_engine(folder: Path, **options: Any) -> Serving:
     """Start an engine on a free port."""
     config = EngineConfig(model_path=folder, port=0, **{"weight_version": "0", **options})
     server = await asyncio.to_thread(build, config)
-    runner = web.AppRunner(server.application(server.core), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        server.application(server.core), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+    )
     await runner.setup()
     listener = bind(config.host, 0)
     server.core.start()
-    await web.SockSite(runner, listener, shutdown_timeout=0.1).start()
+    await web.SockSite(runner, listener).start()
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     return Serving(url, server.core, EngineClient(url), runner, aiohttp.ClientSession())

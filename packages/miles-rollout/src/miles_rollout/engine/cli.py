@@ -134,10 +134,12 @@ async def serve(server: EngineServer, listener: socket.socket, began: float, par
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(server.application(server.core), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        server.application(server.core), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     server.core.start()
-    await web.SockSite(runner, listener, backlog=4096, shutdown_timeout=1.0).start()
+    await web.SockSite(runner, listener, backlog=4096).start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"{READY}http://{shown}:{port} after {time.perf_counter() - began:.1f} s", flush=True)  # noqa: T201

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,7 +126,7 @@ class NativeExecutor:
         self._model = model
         self._device = device
         self._routes = routes
-        self._new_cache = lambda: new_cache(config=model.config)
+        self._new_cache: Callable[[], Any] = partial(new_cache, config=model.config)
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> StepLogits:

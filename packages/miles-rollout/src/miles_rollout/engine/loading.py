@@ -81,11 +81,11 @@ def load(path: Path, dtype: str, device: str, *, force_native: bool = False) -> 
 def unsuitable(model: Any) -> str:
     """Why the structure of a model rules the slot path out; "" when it does not."""
     text = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' attention interface"
     kinds = set(getattr(text, "layer_types", None) or [])
     if kinds - _SLOT_LAYERS:
         return f"it has layers of kind {', '.join(sorted(kinds - _SLOT_LAYERS))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
     rope = getattr(text, "rope_parameters", None) or {}
     flat = [rope, *[v for v in rope.values() if isinstance(v, dict)]]
     stateful = {str(r.get("rope_type")) for r in flat} & _STATEFUL_ROPE

@@ -41,5 +41,5 @@ class SeedSource:
     def next(self) -> int:
         """A seed not given before."""
         self._count += 1
-        word = _mix(self._root + np.uint64(self._count) * _GOLDEN)
+        word = _mix(self._root + np.array([self._count], dtype=np.uint64) * _GOLDEN)
         return int(word[0] >> np.uint64(1))
