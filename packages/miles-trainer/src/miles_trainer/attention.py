@@ -7,7 +7,7 @@ Padding stands at the end of a row, where causality hides it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,13 @@ class VarlenLayout:
         rectangles: together they hold every token once (and repeats as padding).
         scatter: int64 [N], where each token's output is in the concatenated rectangles.
         identity: True when the packed order already is one rectangle without padding.
+        windows: the window each attention call asked for, in order; a probe reads it.
     """
 
     rectangles: tuple[Rectangle, ...]
     scatter: Tensor
     identity: bool
+    windows: list[int | None] = field(default_factory=list)
 
 
 def layout_of(lengths: NDArray[np.int64], device: torch.device) -> VarlenLayout:
@@ -90,30 +92,66 @@ def varlen_attention(
         attention_mask: must be None; the layout says it all.
         dropout: must be 0.
         scaling: factor of the scores; None is 1 / sqrt(D).
-        kwargs: `miles_layout`, a VarlenLayout, is required.
+        kwargs: `miles_layout`, a VarlenLayout, is required; `sliding_window`, `softcap` and `s_aux` (one sink
+            logit a head) are applied.
 
     Returns:
         [1, N, heads, Dv] and None.
 
     Raises:
-        UnsupportedAttentionError: no layout, or a window shorter than a trajectory, sinks, soft caps, biases.
+        UnsupportedAttentionError: no layout, or a mask, dropout, position bias or bidirectional attention.
     """
     layout = kwargs.get("miles_layout")
     if not isinstance(layout, VarlenLayout):
         raise UnsupportedAttentionError("the model does not hand keyword arguments down to its attention")
-    _refuse_extras(attention_mask, dropout, kwargs, layout)
+    _refuse_extras(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise UnsupportedAttentionError("packed attention needs one row")
-    grouped = query.shape[1] != key.shape[1]
+    window = kwargs.get("sliding_window")
+    layout.windows.append(window)
+    extras = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     outputs = []
     for box in layout.rectangles:
         q, k, v = (_rows(x, box, identity=layout.identity) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
+        out = _attend(q, k, v, scaling, window, **extras)
         outputs.append(out.transpose(1, 2).reshape(box.rows * box.width, query.shape[1], value.shape[-1]))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return (flat if layout.identity else flat.index_select(0, layout.scatter))[None], None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None,
+    window: int | None,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of one rectangle, [rows, heads, width, Dv]."""
+    width = q.shape[2]
+    mask: Tensor | None = None
+    if (window is not None and width > window) or softcap is not None or sinks is not None:
+        place = torch.arange(width, device=q.device)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) & (distance < (window if window is not None else width))
+    if softcap is None and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        # a sink takes part in the softmax and gives nothing to the output
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores.float() if scores.dtype != torch.float64 else scores, dim=-1).to(v.dtype)
+    return weights[..., :width] @ v
 
 
 def _rows(x: Tensor, box: Rectangle, *, identity: bool) -> Tensor:
@@ -124,15 +162,11 @@ def _rows(x: Tensor, box: Rectangle, *, identity: bool) -> Tensor:
     return tokens.reshape(box.rows, box.width, x.shape[1], x.shape[-1]).transpose(1, 2)
 
 
-def _refuse_extras(mask: Tensor | None, dropout: float, kwargs: dict[str, Any], layout: VarlenLayout) -> None:
+def _refuse_extras(mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
     if mask is not None or dropout:
         raise UnsupportedAttentionError("packed attention takes neither a mask nor dropout")
-    for name in ("softcap", "s_aux", "sinks", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"packed attention has no {name}")
-    window = kwargs.get("sliding_window")
-    if window is not None and any(box.width > window for box in layout.rectangles):
-        raise UnsupportedAttentionError(f"a trajectory is longer than the attention window of {window}")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedAttentionError("packed attention has no position bias")
     if kwargs.get("is_causal") is False:
         raise UnsupportedAttentionError("packed attention is causal")
 

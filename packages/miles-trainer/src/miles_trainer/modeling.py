@@ -19,6 +19,7 @@ from miles_trainer.attention import UnsupportedAttentionError, layout_of
 from miles_trainer.batching import MicroBatch
 from miles_trainer.logprobs import token_logprobs
 
+_PROBE_FIRST, _PROBE_SECOND = 5, 6
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -82,18 +83,27 @@ def _disable_randomness(model: nn.Module) -> None:
 
 
 def structural_packing(config: Any, model: nn.Module) -> Packing:
-    """The best packing that the model's structure may allow.
+    """The best packing that the model's structure may allow; a probe decides whether it really does.
 
-    Layers with recurrent state or convolutions over tokens mix neighbours whatever the attention mask says,
-    so such models are padded. Sliding windows, sinks and soft caps need transformers' own masks.
+    Layers with recurrent state or convolutions over tokens mix neighbours whatever the attention does, so such
+    models are padded.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     if kinds - _PACKABLE_LAYERS or any(isinstance(m, nn.Conv1d) for m in model.modules()):
         return Packing.PADDED
-    if kinds - {"full_attention"} or windowed or not getattr(model, "_supports_attention_backend", False):
+    if "chunked_attention" in kinds or not getattr(model, "_supports_attention_backend", False):
         return Packing.BLOCK_DIAGONAL
     return Packing.VARLEN
+
+
+def windowed_layers(config: Any) -> int:
+    """How many attention layers look back over a limited window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return sum(kind == "sliding_attention" for kind in kinds)
+    if getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True):
+        return 0
+    return int(config.num_hidden_layers)
 
 
 class PolicyModel:
@@ -116,8 +126,8 @@ class PolicyModel:
             raise InvalidFieldError("model_path", type(model).__name__, "give a causal LM with an output head")
         self.vocab_size = int(self.head.weight.shape[0])
         self.max_length: int | None = getattr(self.text_config, "max_position_embeddings", None)
-        self.packing = self._allowed_packing(packing)
-        self._set_attention(required=packing != "auto")
+        self.packing = Packing.PADDED
+        self._choose_packing(packing)
         self.plain_head = self._head_is_plain()
 
     @property
@@ -176,29 +186,51 @@ class PolicyModel:
             inputs["miles_layout"] = layout_of(lengths, self.device)
         return inputs
 
-    def _allowed_packing(self, wanted: str) -> Packing:
-        allowed = structural_packing(self.text_config, self.model)
+    def _choose_packing(self, wanted: str) -> None:
+        """Take the best packing that structure allows and a probe confirms."""
         order = [Packing.VARLEN, Packing.BLOCK_DIAGONAL, Packing.PADDED]
-        choice = allowed if wanted == "auto" else Packing(wanted)
-        if order.index(choice) < order.index(allowed):
-            raise InvalidFieldError(
-                "batching.packing", wanted, f"{type(self.model).__name__} allows {allowed} at best; use auto"
-            )
-        return choice
+        allowed = order[order.index(structural_packing(self.text_config, self.model)) :]
+        if wanted != "auto":
+            if Packing(wanted) not in allowed:
+                raise InvalidFieldError(
+                    "batching.packing", wanted, f"{type(self.model).__name__} allows {allowed[0]} at best; use auto"
+                )
+            allowed = [Packing(wanted)]
+        attention_before = self.config._attn_implementation
+        alone = self._probe_alone()
+        for packing in allowed:
+            self.packing = packing
+            if packing is Packing.VARLEN:
+                attention.register()
+                self.model.set_attn_implementation(attention.NAME)
+            if packing is Packing.PADDED or self._agrees(alone):
+                return
+            self.model.set_attn_implementation(attention_before)
+        raise InvalidFieldError("batching.packing", wanted, "the model mixes packed trajectories; use auto or padded")
 
-    def _set_attention(self, *, required: bool) -> None:
-        """Install packed attention where it is wanted; fall back to transformers' masks for models that cannot."""
-        if self.packing is not Packing.VARLEN:
-            return
-        before = self.config._attn_implementation
-        attention.register()
-        self.model.set_attn_implementation(attention.NAME)
-        if self._varlen_works():
-            return
-        if required:
-            raise InvalidFieldError("batching.packing", "varlen", "the model's attention needs block_diagonal")
-        self.model.set_attn_implementation(before)
-        self.packing = Packing.BLOCK_DIAGONAL
+    def _agrees(self, alone: Tensor) -> bool:
+        """Whether a trajectory that is packed behind another one gives the hidden states it gives alone.
+
+        A leak changes them by far more than rounding does. Windows longer than the probe cannot show there, so
+        those that reach the attention function are counted as well.
+        """
+        inputs = self._probe_inputs()
+        try:
+            with torch.no_grad():
+                packed = self._base(**inputs, use_cache=False).last_hidden_state[0, -len(alone) :]
+        except (UnsupportedAttentionError, TypeError):
+            return False
+        layout = inputs.get("miles_layout")
+        if layout is not None and sum(w is not None for w in layout.windows) != windowed_layers(self.text_config):
+            return False
+        tolerance = 1e-3 if alone.dtype in (torch.float32, torch.float64) else 5e-2
+        return bool((packed - alone).abs().max() <= tolerance * alone.abs().max())
+
+    @torch.no_grad()
+    def _probe_alone(self) -> Tensor:
+        """Hidden states of the probe's second trajectory by itself, with the model's own attention."""
+        ids = torch.arange(_PROBE_FIRST, _PROBE_FIRST + _PROBE_SECOND, device=self.device) % self.vocab_size
+        return self._base(input_ids=ids[None], use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
     def input_rows(self, batch: MicroBatch) -> tuple[Tensor, int]:
         """Row of each fed token in the model's flattened input, int64 [N], and the number of rows with padding."""
@@ -209,29 +241,39 @@ class PolicyModel:
     @torch.no_grad()
     def probe(self) -> None:
         """Run the model on a few tokens, for whoever watches its modules."""
-        self._base(**self._probe(), use_cache=False)
+        self._base(**self._probe_inputs(), use_cache=False)
 
-    def _probe(self) -> dict[str, Any]:
-        """Inputs of two tiny trajectories."""
-        return self._inputs(np.array([2, 1]), np.zeros(3, dtype=np.int64), np.array([0, 1, 0]))
-
-    def _varlen_works(self) -> bool:
-        try:
-            with torch.no_grad():
-                self._base(**self._probe(), use_cache=False)
-        except (UnsupportedAttentionError, TypeError):
-            return False
-        return True
+    def _probe_inputs(self) -> dict[str, Any]:
+        """Inputs of two tiny trajectories of 5 and 6 tokens."""
+        ids = np.arange(_PROBE_FIRST + _PROBE_SECOND) % self.vocab_size
+        positions = np.concatenate([np.arange(_PROBE_FIRST), np.arange(_PROBE_SECOND)])
+        return self._inputs(np.array([_PROBE_FIRST, _PROBE_SECOND]), ids, positions)
 
     def _head_is_plain(self) -> bool:
-        """Whether logits are exactly head(hidden): some models scale or cap them afterwards."""
+        """Whether logits are exactly head(final hidden states): some models scale or cap them afterwards.
+
+        The head's output is replaced by large numbers, which any later scaling or cap would change.
+        """
         if not isinstance(self.head, nn.Linear):
             return False
-        inputs = self._probe()
-        with torch.no_grad():
-            logits = self.model(**inputs, use_cache=False).logits
-            plain = self.head(self._base(**inputs, use_cache=False).last_hidden_state)
-        return logits.shape == plain.shape and torch.allclose(logits, plain.to(logits.dtype), rtol=1e-3, atol=1e-5)
+        seen: list[Tensor] = []
+
+        def replace(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen.append(args[0])
+            return torch.linspace(-1e3, 1e3, output.numel(), device=output.device).to(output.dtype).view_as(output)
+
+        handle = self.head.register_forward_hook(replace)
+        try:
+            inputs = self._probe_inputs()
+            with torch.no_grad():
+                logits = self.model(**inputs, use_cache=False).logits
+                hidden = self._base(**inputs, use_cache=False).last_hidden_state
+        finally:
+            handle.remove()
+        wanted = torch.linspace(-1e3, 1e3, logits.numel(), device=logits.device).to(hidden.dtype).view_as(logits)
+        # the comparison of inputs is loose because kernels may be nondeterministic; scaling is never subtle
+        close = len(seen) == 1 and seen[0].shape == hidden.shape and torch.allclose(seen[0], hidden, 1e-2, 1e-2)
+        return close and torch.equal(logits.to(hidden.dtype), wanted)
 
 
 def token_rows(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
