@@ -6,7 +6,7 @@ import pytest
 # The factories sit beside the tests; importlib mode does not put this folder on the path by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from session_factories import write_tokenizer  # noqa: E402
+from session_factories import write_tokenizer
 
 
 @pytest.fixture(scope="session")

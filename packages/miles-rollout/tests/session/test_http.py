@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -26,6 +26,12 @@ async def open_session(http: aiohttp.ClientSession, server: SessionServer, **fie
     async with http.post(f"{server.url}/sessions", json=fields) as response:
         assert response.status == 200
         return (await response.json())["session_id"]
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110 - the server offers no event for it
+            await asyncio.sleep(0.001)
 
 
 async def test_life_of_a_session(renderer) -> None:
@@ -130,12 +136,10 @@ async def test_a_client_that_hangs_up_leaves_no_trace(renderer) -> None:
         engine.gate = asyncio.Event()
         url = f"{server.session_url(session_id)}/chat/completions"
         asked = asyncio.create_task(http.post(url, data=body([user("x")])))
-        while not engine.calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.calls)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        while not engine.aborted:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.aborted)
         engine.gate.set()
         assert server.service.get(session_id).tree.nodes == []
         async with http.post(url, data=body([user("x")])) as response:
@@ -145,12 +149,13 @@ async def test_a_client_that_hangs_up_leaves_no_trace(renderer) -> None:
 async def test_idle_sessions_end(renderer) -> None:
     async with serving(renderer, idle_timeout_s=0.05) as (server, _), aiohttp.ClientSession() as http:
         await open_session(http, server)
-        async with asyncio.timeout(5):
-            while server.service.num_sessions:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.service.num_sessions == 0)
 
 
-CALL = '<think>\nlook it up\n</think>\n\nOne moment. <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALL = (
+    "<think>\nlook it up\n</think>\n\nOne moment. "
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+)
 
 
 async def test_the_stream_says_the_same_as_the_whole(renderer) -> None:
@@ -211,16 +216,23 @@ async def test_the_official_client_streams(renderer) -> None:
                 pass
             final = await stream.get_final_completion()
         message = final.choices[0].message
-        messages.append({"role": "assistant", "content": message.content, "tool_calls": [
-            {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
-            for c in message.tool_calls
-        ]})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": message.content,
+                "tool_calls": [
+                    {
+                        "id": c.id,
+                        "type": "function",
+                        "function": {"name": c.function.name, "arguments": c.function.arguments},
+                    }
+                    for c in message.tool_calls
+                ],
+            }
+        )
         messages.append({"role": "tool", "content": "rain", "tool_call_id": message.tool_calls[0].id})
-        pieces = []
-        async for chunk in await client.chat.completions.create(
-            model="policy", messages=messages, tools=[WEATHER], stream=True
-        ):
-            pieces.append(chunk.choices[0].delta.content or "")
+        chunks = await client.chat.completions.create(model="policy", messages=messages, tools=[WEATHER], stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in chunks]
         assert "".join(pieces) == "It rains in Oslo. " * 20
         assert len(pieces) > 3
         (trajectory,) = session.trajectories(None)

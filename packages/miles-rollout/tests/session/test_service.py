@@ -123,7 +123,7 @@ async def test_repairs_can_be_switched_off(renderer) -> None:
 
 
 async def test_a_retry_abandons_the_first_attempt_only_once_it_succeeds(renderer) -> None:
-    service, engine = make(renderer, ["first", EngineUnavailableError("e", "down"), "second"])
+    service, _engine = make(renderer, ["first", EngineUnavailableError("e", "down"), "second"])
     session = service.open()
     await ask(service, session, [user("hi")])
     with pytest.raises(UpstreamUnavailableError):
@@ -231,7 +231,7 @@ async def test_parallel_samples_of_one_prompt_are_no_retries(renderer) -> None:
     engine.gate = asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, engine.gate.set)
     asked = (ask(service, session, [user("x")], temperature=t) for t in (1.0, 0.5))
-    one, two = await asyncio.gather(*asked, return_exceptions=True)
+    _one, two = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(two, SessionBusyError), "log-probs of one session are of one transform"
     assert len(service.trajectories(session.id)) == 1
 
@@ -280,7 +280,7 @@ def answer_of(ids, logprobs, spans, finish="stop"):
     ],
 )
 async def test_an_engine_fault_leaves_the_session_unchanged(renderer, reply, kind, says) -> None:
-    service, engine = make(renderer, ["A", reply, "B"])
+    service, _engine = make(renderer, ["A", reply, "B"])
     session = service.open()
     one = await ask(service, session, [user("x")])
     before = session.describe()
