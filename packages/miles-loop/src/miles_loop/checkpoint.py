@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from miles_contracts import InvalidFieldError, WireError, digest, wire
+from miles_rollout.worker import WorkerState
 from miles_loop.errors import RunError
 from miles_loop.files import disk_errors, remove_tree, sync_file, write_atomic, write_json
 
@@ -41,8 +42,8 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, tag="loop_state", eq=
     """
 
     step: int
-    rollout: Any
-    records: Any
+    rollout: WorkerState
+    records: dict[str, list[Any]]
     counters: dict[str, float]
 
 

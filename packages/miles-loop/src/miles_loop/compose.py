@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles_contracts import (
@@ -14,15 +15,16 @@ from miles_contracts import (
     Reward,
     SamplingParams,
 )
-from miles_loop.config import FilterKind, RunConfig, SamplingConfig, TaskConfig, TaskSourceKind, UnusedPrompts
+from miles_loop.config import FilterKind, RunConfig, SamplingConfig, TaskConfig, TaskSourceKind
 from miles_loop.names import nearest
 from miles_rollout.buffer import GroupBuffer
+from miles_rollout.episodes import WorkerConfig
 from miles_rollout.filters import reward_variance
 from miles_rollout.ledger import Ledger, UnusedPolicy
 from miles_rollout.rewards import ExactMatch, NumericMatch, ReasoningGymReward, UserReward
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskSource
-from miles_rollout.worker import RolloutWorker, WorkerConfig
+from miles_rollout.worker import RolloutWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def make_reward(name: str) -> Reward:
     Raises:
         InvalidFieldError: unknown name, or a function that cannot be imported or called.
     """
-    builtin = {"exact": ExactMatch, "numeric": NumericMatch, "verifier": ReasoningGymReward}
+    builtin: dict[str, Callable[[], Reward]] = {"exact": ExactMatch, "numeric": NumericMatch, "verifier": ReasoningGymReward}
     if name in builtin:
         return builtin[name]()
     if ":" not in name:
@@ -182,7 +184,8 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             depth=config.pipeline_depth,
         ),
         ledger=Ledger(
-            policy=UnusedPolicy.RETRY if rollout.on_unused is UnusedPrompts.RETRY else UnusedPolicy.DROP,
+            on_failure=UnusedPolicy(rollout.on_failure),
+            on_stale=UnusedPolicy(rollout.on_stale),
             max_retries=rollout.max_attempts - 1,
         ),
         config=WorkerConfig(

@@ -90,7 +90,7 @@ class SamplingConfig(Section):
 
 
 class UnusedPrompts(StrEnum):
-    """What happens to the prompt of a group that failed or grew too old."""
+    """What happens to the prompt of a group that is not trained."""
 
     RETRY = "retry"
     DROP = "drop"
@@ -113,8 +113,10 @@ class RolloutConfig(Section):
     max_staleness: NonNegative | None = None
     """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
     depth + 1."""
-    on_unused: UnusedPrompts = UnusedPrompts.RETRY
-    """The prompt of a group that failed or grew too stale: sample it again (`retry`) or `drop` it (counted)."""
+    on_failure: UnusedPrompts = UnusedPrompts.RETRY
+    """The prompt of a group whose generation or reward failed: sample it again (`retry`) or `drop` it (counted)."""
+    on_stale: UnusedPrompts = UnusedPrompts.RETRY
+    """The prompt of a group that grew too stale: sample it again (`retry`) or `drop` it (counted)."""
     max_attempts: Positive = 3
     """How often one prompt is tried before it is given up (and counted)."""
     filter: FilterKind = FilterKind.NO_SIGNAL

@@ -77,11 +77,9 @@ def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag],
             out.append(_entry(f"--{name} {_placeholder(option)}", option.description, show_default(option.default)))
     out += [_entry(f"--{f.name} {f.value}".rstrip(), f.help, "") for f in flags]
     if settings:
-        for title, items in (("models", recipe.models), ("tasks", recipe.tasks), ("hardware targets", recipe.hardware)):
+        for title, items in _presets(recipe):
             out += ["", f"{title} (the first is the default):"]
-            for item in items:
-                needs = f" [needs {item.needs}]" if getattr(item, "needs", "") else ""
-                out.append(_entry(item.name, item.summary + needs, ""))
+            out += [_entry(name, summary, "") for name, summary in items]
         out += ["", "all options (in a configuration file: keys of TOML tables):"]
         listed = options(RunConfig)
         for section, description in sections():
@@ -94,6 +92,16 @@ def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag],
         for comment, line in recipe.examples:
             out += [f"  # {comment}", f"  {line}"]
     return "\n".join(out) + "\n"
+
+
+def _presets(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(title, [(name, summary)]) of what a recipe knows by name."""
+    targets = [(t.name, t.summary + (f" [needs {t.needs}]" if t.needs else "")) for t in recipe.hardware]
+    return [
+        ("models", [(m.name, m.summary) for m in recipe.models]),
+        ("tasks", [(t.name, t.summary) for t in recipe.tasks]),
+        ("hardware targets", targets),
+    ]
 
 
 def _placeholder(option: Option) -> str:

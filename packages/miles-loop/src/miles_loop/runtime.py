@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from miles_contracts import PauseMode
 from miles_loop import trainer_link as link
@@ -136,20 +137,24 @@ class LocalRuntime:
         Raises:
             ProcessDiedError, DeadlineExceededError, TrainerFailedError: naming the process, with its log's end.
         """
-        loading = asyncio.ensure_future(
-            asyncio.gather(self.trainer.start(start, self._config.engine.start_timeout_s), self.fleet.wait_ready())
-        )
-        died = asyncio.ensure_future(self.trainer_died())
+        trainer = asyncio.create_task(self.trainer.start(start, self._config.engine.start_timeout_s))
+        fleet = asyncio.create_task(self.fleet.wait_ready())
+        died = asyncio.create_task(self.trainer_died())
+        tasks = (trainer, fleet, died)
         try:
-            await asyncio.wait((loading, died), return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                raise died.result()
-            version, _ = loading.result()
-            return version
+            waiting: set[asyncio.Task[Any]] = {trainer, fleet}
+            while waiting:
+                done, _ = await asyncio.wait({*waiting, died}, return_when=asyncio.FIRST_COMPLETED)
+                if died in done:
+                    raise died.result()
+                for task in done:
+                    task.result()
+                waiting -= done
+            return trainer.result()
         finally:
-            loading.cancel()
-            died.cancel()
-            await asyncio.gather(loading, died, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def trainer_died(self) -> ProcessDiedError:
         """Wait until the trainer process ends by itself."""

@@ -26,6 +26,12 @@ from miles_loop.files import is_disk_full
 
 R = TypeVar("R")
 _HEADER_BYTES = 32
+_REASONS = {
+    "NonFiniteError": "non_finite",
+    "CheckpointError": "damaged_checkpoint",
+    "InvalidFieldError": "invalid_field",
+}
+"""Reasons of a run's end by the class of the trainer's error."""
 
 
 class TrainerClient:
@@ -132,6 +138,5 @@ class TrainerClient:
 def _error_of(reply: link.Failed) -> MilesError:
     if reply.kind == "WeightUpdateError":
         return WeightUpdateError(reply.message)
-    name = reply.kind.removesuffix("Error")
-    reason = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_") or "trainer_failed"
-    return TrainerFailedError(reason, f"trainer: {reply.message}", resumable=reply.kind != "InvalidFieldError")
+    reason = _REASONS.get(reply.kind, "trainer_failed")
+    return TrainerFailedError(reason, f"trainer: {reply.message}", resumable=reason != "invalid_field")

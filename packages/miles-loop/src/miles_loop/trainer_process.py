@@ -1,63 +1,23 @@
 """The trainer's own process: `python -m miles_loop.trainer_process FD`, FD a connected Unix socket to the driver.
 
-It composes the trainer with the sender of weights and answers requests one after the other. An error of a request
-is an answer; only a broken connection or `Stop` ends the process.
+It composes the trainer with the sender of weights; requests are answered one after the other.
 """
 
 from __future__ import annotations
 
 import secrets
-import signal
-import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_contracts import Group, MilesError, ShmBucket, WeightUpdateError, wire
+from miles_contracts import Group, MilesError, ShmBucket
 from miles_loop import trainer_link as link
+from miles_loop.trainer_server import serve_descriptor
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
 from miles_sync import LocalSender
 from miles_trainer import Trainer
 from miles_trainer.config import TrainerConfig
-
-_HEADER_BYTES = 32
-
-
-class Connection:
-    """Frames over a blocking socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-
-    def receive(self) -> link.Request | None:
-        """The next request; None when the driver has closed the connection."""
-        header = self._read(_HEADER_BYTES)
-        if header is None:
-            return None
-        buffer = bytearray(wire.frame_length(header))
-        buffer[:_HEADER_BYTES] = header
-        view = memoryview(buffer)[_HEADER_BYTES:]
-        while view:
-            count = self._socket.recv_into(view)
-            if not count:
-                return None
-            view = view[count:]
-        return wire.decode(buffer, link.Request)  # type: ignore[arg-type]
-
-    def send(self, reply: link.Reply) -> None:
-        """Send one reply."""
-        self._socket.sendall(wire.encode(reply))
-
-    def _read(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            part = self._socket.recv(count - len(data))
-            if not part:
-                return None
-            data += part
-        return data
 
 
 class TrainerService:
@@ -72,6 +32,11 @@ class TrainerService:
         self._updates = 0
         self._buckets: Iterator[ShmBucket] = iter(())
         self._update_id = ""
+
+    @property
+    def version(self) -> int:
+        """Number of optimiser updates in the weights."""
+        return self.trainer.version
 
     def close(self) -> None:
         """Remove what is left in shared memory."""
@@ -121,34 +86,9 @@ class TrainerService:
             raise MilesError(f"update {update_id!r} is not open, {self._update_id or 'none'!r} is")
 
 
-def serve(connection: Connection) -> None:
-    """Answer until the driver says stop or is gone."""
-    service: TrainerService | None = None
-    try:
-        while (request := connection.receive()) is not None and not isinstance(request, link.Stop):
-            try:
-                if isinstance(request, link.Start):
-                    service = TrainerService(request)
-                    reply: link.Reply = link.Started(version=service.trainer.version)
-                elif service is None:
-                    raise MilesError("the first request must be start")
-                else:
-                    reply = service.answer(request)
-            except Exception as error:  # noqa: BLE001 - request boundary: every error is an answer
-                traceback.print_exc()
-                message = error.reason if isinstance(error, WeightUpdateError) else str(error)
-                reply = link.Failed(kind=type(error).__name__, message=message)
-            connection.send(reply)
-    finally:
-        if service is not None:
-            service.close()
-
-
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument; SIGTERM ends the process in order."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
-        serve(Connection(sock))
+    """Serve the socket whose descriptor is the first argument."""
+    serve_descriptor(int(sys.argv[1]), TrainerService)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""Answers the driver's requests over a socket, whatever does the training.
+
+An error of a request is an answer; only a broken connection or `Stop` ends the service. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from miles_contracts import MilesError, WeightUpdateError, wire
+
+from miles_loop import trainer_link as link
+
+_HEADER_BYTES = 32
+
+
+class Service(Protocol):
+    """What is behind the connection, once it was told to start."""
+
+    @property
+    def version(self) -> int:
+        """Number of optimiser updates."""
+
+    def answer(self, request: link.Request) -> link.Reply:
+        """Carry out one request."""
+
+    def close(self) -> None:
+        """The conversation is over."""
+
+
+class Connection:
+    """Frames over a blocking socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def receive(self) -> link.Request | None:
+        """The next request; None when the driver has closed the connection."""
+        header = self._read(_HEADER_BYTES)
+        if header is None:
+            return None
+        buffer = bytearray(wire.frame_length(header))
+        buffer[:_HEADER_BYTES] = header
+        view = memoryview(buffer)[_HEADER_BYTES:]
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                return None
+            view = view[count:]
+        return wire.decode(buffer, link.Request)  # type: ignore[arg-type]
+
+    def send(self, reply: link.Reply) -> None:
+        """Send one reply."""
+        self._socket.sendall(wire.encode(reply))
+
+    def _read(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            part = self._socket.recv(count - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+
+
+def serve(connection: Connection, start: Callable[[link.Start], Service]) -> None:
+    """Answer until the driver says stop or is gone.
+
+    Args:
+        connection: to the driver.
+        start: makes the service of a `Start` request.
+    """
+    service: Service | None = None
+    try:
+        while (request := connection.receive()) is not None and not isinstance(request, link.Stop):
+            try:
+                if isinstance(request, link.Start):
+                    service = start(request)
+                    reply: link.Reply = link.Started(version=service.version)
+                elif service is None:
+                    raise MilesError("the first request must be start")
+                else:
+                    reply = service.answer(request)
+            except Exception as error:  # noqa: BLE001 - request boundary: every error is an answer
+                traceback.print_exc()
+                message = error.reason if isinstance(error, WeightUpdateError) else str(error)
+                reply = link.Failed(kind=type(error).__name__, message=message)
+            connection.send(reply)
+    finally:
+        if service is not None:
+            service.close()
+
+
+def serve_descriptor(descriptor: int, start: Callable[[link.Start], Service]) -> None:
+    """Serve a connected socket by its number; SIGTERM ends the process in order."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with socket.socket(fileno=descriptor) as sock:
+        serve(Connection(sock), start)

@@ -1,0 +1,120 @@
+"""A killed run loses no prompt and trains none twice; at depth 0 nobody can tell that it was killed."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Command, alive, children, records, wait_for, without_clock
+from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
+
+STEPS = 8
+
+
+def kill_after(command: Command, run: Path, lines: int, delay: float, *options: object, first: bool) -> list[int]:
+    """Start (or resume) a run and kill its driver `delay` after it has `lines` records; returns its children."""
+    where = ("--run-dir", run) if first else ("--resume", run)
+    process = command.start("train", *where, "--plain", *options, FAKE_STEP_S="0.05")
+    wait_for(lambda: len(records(run)) >= lines or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    started = children(process.pid)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    return started
+
+
+@pytest.fixture
+def whole(fast: Command, tmp_path: Path) -> Path:
+    """A run at depth 0 that nobody disturbs."""
+    run = tmp_path / "whole"
+    fast.run("train", "--run-dir", run, "--plain", "--steps", STEPS, "--pipeline-depth", 0, "--checkpoint-every", 2)
+    return run
+
+
+def test_depth_0_resumes_bit_for_bit(fast: Command, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "killed"
+    options = ("--steps", STEPS, "--pipeline-depth", 0, "--checkpoint-every", 2)
+    for number, (lines, delay) in enumerate([(1, 0.0), (4, 0.01), (6, 0.07)]):
+        started = kill_after(fast, run, lines, delay, *(options if number == 0 else ()), first=number == 0)
+        assert len(started) == 2
+        wait_for(lambda started=started: not any(alive(child) for child in started), 10)
+    fast.run("train", "--resume", run, "--plain")
+    assert without_clock(records(run)) == without_clock(records(whole))
+    assert records(run, "ledger.jsonl") == records(whole, "ledger.jsonl")
+
+
+def test_a_graceful_stop_resumes_bit_for_bit(fast: Command, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "stopped"
+    process = fast.start("train", "--run-dir", run, "--plain", "--steps", STEPS, "--pipeline-depth", 0)
+    wait_for(lambda: len(records(run)) >= 3)
+    process.terminate()
+    assert process.wait(30) == 130
+    assert 2 <= records(run)[-1]["step"] < STEPS
+    fast.run("train", "--resume", run, "--plain")
+    assert without_clock(records(run)) == without_clock(records(whole))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_asynchronous_resume_loses_no_prompt_and_trains_none_twice(fast: Command, tmp_path: Path, seed: int) -> None:
+    run = tmp_path / "async"
+    draw = random.Random(seed)
+    options = ("--steps", 12, "--pipeline-depth", 2, "--checkpoint-every", 2, "--evaluation.every", 3)
+    for number in range(2):
+        lines = 2 + 4 * number + draw.randrange(3)
+        kill_after(fast, run, lines, draw.random() * 0.1, *(options if number == 0 else ()), first=number == 0)
+    fast.run("train", "--resume", run, "--plain")
+
+    assert [r["step"] for r in records(run)] == list(range(13))
+    trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]
+    assert len(trained) == len(set(trained)) == 24
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    rollout = read_checkpoint(checkpoint).rollout
+    waiting = {issue.prompt_index for issue in rollout.again}
+    waiting |= {entry.group.prompt_index for entry in rollout.entries}
+    assert not waiting & set(trained)
+    assert waiting | set(trained) == set(range(rollout.source["next"]))
+    assert all(r.get("rollout/token_mismatches", 0) == 0 for r in records(run))
+
+
+def test_steps_may_be_added_and_the_stream_goes_on(fast: Command, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "longer"
+    fast.run("train", "--run-dir", run, "--plain", "--steps", 5, "--pipeline-depth", 0, "--evaluation.at_end", "false")
+    fast.run("train", "--resume", run, "--plain", "--steps", STEPS, "--evaluation.at_end", "true")
+    assert without_clock(records(run)) == without_clock(records(whole))
+
+
+def test_a_finished_run_needs_more_steps(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "done"
+    fast.run("train", "--run-dir", run, "--plain", "--steps", 2)
+    assert "the run has done 2; ask for more with --steps" in fast.run("train", "--resume", run, status=2)
+
+
+def test_what_makes_the_run_cannot_change(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "fixed"
+    fast.run("train", "--run-dir", run, "--plain", "--steps", 2)
+    out = fast.run("train", "--resume", run, "--steps", 4, "--seed", 7, status=2)
+    assert "seed: got '7'; a resumed run keeps this" in out
+
+
+def test_a_damaged_checkpoint_is_named(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "damaged"
+    fast.run("train", "--run-dir", run, "--plain", "--steps", 2)
+    model = run / "checkpoints" / "step_000002" / "hf" / "model.safetensors"
+    data = bytearray(model.read_bytes())
+    data[-1] ^= 1
+    model.write_bytes(data)
+    out = fast.run("train", "--resume", run, "--steps", 4, status=1)
+    assert str(model) in out
+    assert "is not what was written" in out
+
+
+def test_two_processes_cannot_run_in_one_folder(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "shared"
+    process = fast.start("train", "--run-dir", run, "--plain", "--steps", 500)
+    wait_for(lambda: len(records(run)) >= 2)
+    assert "another process runs in this folder" in fast.run("train", "--resume", run, status=2)
+    process.kill()
