@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -51,6 +51,34 @@ def joined(pieces: list[str], had_calls: bool) -> str:
     if not had_calls:
         return "".join(pieces)
     return "\n".join(p.strip("\n") for p in pieces if p.strip()).strip("\n")
+
+
+def read_elements(text: str, opening: str, closing: str, read: Callable[[str, int], ToolCall | str]) -> ParsedCalls:
+    """Reads the calls of a format that puts each between two tags.
+
+    Args:
+        text: the turn.
+        opening: tag before a call.
+        closing: tag behind it; a call at the very end of the turn may lack it.
+        read: makes a call of the text between the tags and the number of calls before it, or says what is wrong.
+    """
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    at = 0
+    while (start := text.find(opening, at)) >= 0:
+        kept.append(text[at:start])
+        end = text.find(closing, start)
+        body = text[start + len(opening) : end if end >= 0 else len(text)]
+        at = len(text) if end < 0 else end + len(closing)
+        call = read(body, len(calls))
+        if isinstance(call, ToolCall):
+            calls.append(call)
+        else:
+            malformed.append(call)
+            kept.append(text[start:at])
+    kept.append(text[at:])
+    return ParsedCalls(content=joined(kept, bool(calls)), tool_calls=tuple(calls), malformed=tuple(malformed))
 
 
 def parameter_types(tools: Tools, name: str) -> dict[str, Any]:

@@ -43,13 +43,13 @@ class TaggedSyntax:
         """Reasoning (None when there is none) and the rest."""
         if self.opening is None:
             return None, text
-        body = text
-        if not self.begins_inside:
-            if not text.lstrip().startswith(self.opening):
-                return None, text
-            body = text.lstrip()[len(self.opening) :]
-        elif text.lstrip().startswith(self.opening):  # some models open the reasoning once more
-            body = text.lstrip()[len(self.opening) :]
+        body = text.lstrip()
+        if body.startswith(self.opening):
+            body = body[len(self.opening) :]
+        elif self.begins_inside or self.closing in text.partition(self.opening)[0]:
+            body = text  # opened in the prompt
+        else:
+            return None, text
         reasoning, closed, rest = body.partition(self.closing)
         reasoning = reasoning.strip(self.strip)
         return (reasoning or None), (rest.lstrip(self.strip) if closed else "")

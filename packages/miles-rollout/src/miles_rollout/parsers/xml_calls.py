@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_contracts import ToolCall
-from miles_rollout.parsers.calls import ParsedCalls, joined, make_call, parameter_types, typed_value
+from miles_rollout.parsers.calls import ParsedCalls, make_call, parameter_types, read_elements, typed_value
 from miles_rollout.parsers.message import CallId, Tools
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
@@ -24,23 +24,9 @@ class XmlCalls:
 
     def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedCalls:
         """See `CallFormat.parse`."""
-        kept: list[str] = []
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        at = 0
-        while (start := text.find(self.opening, at)) >= 0:
-            kept.append(text[at:start])
-            end = text.find(self.closing, start)
-            body = text[start + len(self.opening) : end if end >= 0 else len(text)]
-            at = len(text) if end < 0 else end + len(self.closing)
-            call = _read_function(body, tools, call_id(len(calls)))
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                malformed.append(call)
-                kept.append(text[start:at])
-        kept.append(text[at:])
-        return ParsedCalls(content=joined(kept, bool(calls)), tool_calls=tuple(calls), malformed=tuple(malformed))
+        return read_elements(
+            text, self.opening, self.closing, lambda body, index: _read_function(body, tools, call_id(index))
+        )
 
 
 def _read_function(body: str, tools: Tools, identifier: str) -> ToolCall | str:

@@ -55,8 +55,6 @@ class Renderer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def syntax(self) -> CompletionSyntax: ...
 
     def with_options(self, **changes: Any) -> Renderer:
         """The same renderer with other `RenderOptions`; cheap, shares the tokenizer."""
@@ -86,12 +84,15 @@ class Renderer(Protocol):
         """The view of a sampled turn that a client gets: content, reasoning, tool calls."""
         ...
 
+    def turn_syntax(self) -> CompletionSyntax:
+        """How a sampled turn is to be read under the current options."""
+        ...
+
 
 class BaseRenderer:
     """Tokenizer, options, stop tokens and views; families add how a conversation is written."""
 
     name: ClassVar[str]
-    syntax: CompletionSyntax
 
     def __init__(self, folder: ModelFolder, options: RenderOptions, stop: Iterable[str]) -> None:
         self.folder = folder
@@ -160,7 +161,7 @@ class BaseRenderer:
 
     def turn_syntax(self) -> CompletionSyntax:
         """How a sampled turn is to be read under the current options."""
-        return self.syntax
+        raise NotImplementedError
 
 
 class DialectRenderer(BaseRenderer):
@@ -170,6 +171,8 @@ class DialectRenderer(BaseRenderer):
     neighbours in the same request and the assistant turn that a tool result answers.
 
     Attributes:
+        models: the models that write so, for people.
+        deviation: where it differs from the published template, and must, to be append-only.
         end: the control token that closes an assistant turn, or "" when the next turn's opening does.
         glue: text between `end` and whatever follows.
         stop: further control tokens at which the model stops.
@@ -178,6 +181,8 @@ class DialectRenderer(BaseRenderer):
         required: added tokens without which the tokenizer cannot be of this family.
     """
 
+    models: ClassVar[str] = ""
+    deviation: ClassVar[str] = ""
     end: ClassVar[str] = ""
     glue: ClassVar[str] = ""
     stop: ClassVar[tuple[str, ...]] = ()
@@ -210,19 +215,19 @@ class DialectRenderer(BaseRenderer):
         """Writes one message with its closing token; neighbours in `messages` are for grouping tool results."""
         raise NotImplementedError
 
-    def write_generation_prompt(self, out: Writer) -> None:
-        """Opens the assistant's turn."""
+    def write_generation_prompt(self, out: Writer, previous: Message | None) -> None:
+        """Opens the assistant's turn after `previous` (None at the start of a conversation)."""
         raise NotImplementedError
 
-    def write_close(self, out: Writer, last_id: int | None, following: Message | None) -> None:
+    def write_close(self, out: Writer, turn: Message, following: Message | None) -> None:
         """Completes a sampled assistant turn: whatever the family puts behind it that was not sampled.
 
         Args:
-            out: takes the rest of the turn.
-            last_id: the last id of the history; when it is the family's end token only the glue is missing.
+            out: takes the rest of the turn; it leaves out the end token when the history ends with it.
+            turn: the sampled turn as a message.
             following: the message that comes next, or None for another assistant turn.
         """
-        if last_id != self.vocabulary.id(self.end):
+        if self.end:
             out.control(self.end)
         out.text(self.glue)
 
@@ -243,11 +248,11 @@ class DialectRenderer(BaseRenderer):
             RenderError: the family has no form for this conversation.
         """
         self._check(messages)
-        out = Writer(self.vocabulary, self._structural, at_start=True)
+        out = Writer(self.vocabulary, self._structural, after=None)
         for index in range(self.write_head(out, messages, tools), len(messages)):
             self.write_message(out, messages, index)
         if add_generation_prompt:
-            self.write_generation_prompt(out)
+            self.write_generation_prompt(out, messages[-1] if messages else None)
         return out.ids()
 
     def render_suffix(
@@ -277,11 +282,11 @@ class DialectRenderer(BaseRenderer):
         check_history(history_messages, history_ids)
         self._check(appended, offset=len(history_messages))
         context = [history_messages[-1], *appended]
-        out = Writer(self.vocabulary, self._structural, at_start=False)
-        self.write_close(out, history_ids[-1], appended[0] if appended else None)
+        out = Writer(self.vocabulary, self._structural, after=history_ids[-1])
+        self.write_close(out, context[0], appended[0] if appended else None)
         for index in range(1, len(context)):
             self.write_message(out, context, index)
-        self.write_generation_prompt(out)
+        self.write_generation_prompt(out, context[-1])
         ids = out.ids()
         check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
         return ids

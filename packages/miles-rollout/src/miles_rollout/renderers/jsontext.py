@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from miles_contracts import ToolCall
+from miles_rollout.renderers.errors import RenderError
 
-def to_json(value: Any, *, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """JSON text in insertion order, non-ASCII characters as they are (Hugging Face's `tojson`)."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
+
+def to_json(value: Any, *, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """JSON text, in insertion order unless `sort_keys`, non-ASCII characters as they are."""
+    return json.dumps(value, ensure_ascii=False, separators=separators, sort_keys=sort_keys)
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
@@ -24,3 +27,18 @@ def normalised_arguments(text: str) -> str:
     """Argument text spelled as templates spell it; text that is not an object stays as it is."""
     value = parse_arguments(text)
     return text if value is None else to_json(value)
+
+
+def call_arguments(call: ToolCall) -> dict[str, Any]:
+    """The arguments of a call whose form must be an object.
+
+    Raises:
+        RenderError: the arguments are not a JSON object.
+    """
+    value = parse_arguments(call.function.arguments)
+    if value is None:
+        raise RenderError(
+            f"tool_calls[].function.arguments: {call.function.arguments[:80]!r} of {call.function.name!r} is not an "
+            "object; this family writes arguments one by one"
+        )
+    return value

@@ -9,12 +9,37 @@ from types import MappingProxyType
 from miles_contracts import InvalidFieldError
 from miles_rollout.renderers.base import DialectRenderer, Renderer, RenderOptions
 from miles_rollout.renderers.detect import detect_family
-from miles_rollout.renderers.families.chatml import ChatMLRenderer
-from miles_rollout.renderers.families.qwen3 import Qwen3Renderer
+from miles_rollout.renderers.families.chatml import ChatMLRenderer, SmolLM2Renderer
+from miles_rollout.renderers.families.deepseek import DeepSeekV4Renderer, DeepSeekV32Renderer
+from miles_rollout.renderers.families.gemma4 import Gemma4Renderer
+from miles_rollout.renderers.families.glm import Glm45Renderer, GlmRenderer
+from miles_rollout.renderers.families.harmony import HarmonyRenderer
+from miles_rollout.renderers.families.inkling import InklingRenderer
+from miles_rollout.renderers.families.kimi import Kimi25Renderer, KimiK2Renderer
+from miles_rollout.renderers.families.minimax import MiniMaxRenderer
+from miles_rollout.renderers.families.nemotron import NemotronRenderer
+from miles_rollout.renderers.families.qwen3 import Qwen3NextRenderer, Qwen3Renderer, Qwen35Renderer
 from miles_rollout.renderers.families.template import TemplateRenderer
 from miles_rollout.renderers.folder import read_folder
 
-_DIALECTS: tuple[type[DialectRenderer], ...] = (ChatMLRenderer, Qwen3Renderer)
+_DIALECTS: tuple[type[DialectRenderer], ...] = (
+    ChatMLRenderer,
+    SmolLM2Renderer,
+    Qwen3Renderer,
+    Qwen3NextRenderer,
+    Qwen35Renderer,
+    GlmRenderer,
+    Glm45Renderer,
+    DeepSeekV32Renderer,
+    DeepSeekV4Renderer,
+    Kimi25Renderer,
+    KimiK2Renderer,
+    NemotronRenderer,
+    MiniMaxRenderer,
+    HarmonyRenderer,
+    Gemma4Renderer,
+    InklingRenderer,
+)
 FAMILIES: Mapping[str, type[DialectRenderer] | type[TemplateRenderer]] = MappingProxyType(
     {d.name: d for d in _DIALECTS} | {TemplateRenderer.name: TemplateRenderer}
 )

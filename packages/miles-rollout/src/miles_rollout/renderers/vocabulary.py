@@ -155,7 +155,7 @@ def _load(definition: dict[str, Any]) -> Tokenizer:
 
 
 def _alternative(token: dict[str, Any]) -> str:
-    pattern = re.escape(token["content"])
+    pattern = re.escape(str(token["content"]))
     if token.get("single_word"):
         pattern = rf"(?<!\w){pattern}(?!\w)"
     return (r"\s*" if token.get("lstrip") else "") + pattern + (r"\s*" if token.get("rstrip") else "")

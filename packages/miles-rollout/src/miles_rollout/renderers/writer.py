@@ -15,24 +15,30 @@ class Writer:
         leading: the plain text before the first control token (complete once `ids` was called).
     """
 
-    def __init__(self, vocabulary: Vocabulary, structural: frozenset[str], *, at_start: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, structural: frozenset[str], *, after: int | None) -> None:
         """Starts empty.
 
         Args:
             vocabulary: the tokenizer.
             structural: added tokens that shape the conversation; message text never turns into one of them.
-            at_start: the sequence begins the whole context.
+            after: the last id of the context that this continues, None at the very start. In families whose stop
+                token is also the opening of the next turn it is not written a second time.
         """
         self._vocabulary = vocabulary
         self._in_content = frozenset(vocabulary.added) - structural
-        self._at_start = at_start
+        self._after = after
+        self._at_start = after is None
         self._ids: list[int] = []
         self._pending: list[str] = []
         self.leading = ""
 
     def control(self, token: str) -> None:
-        """Appends one added token by name."""
-        self.token(self._vocabulary.id(token))
+        """Appends one added token by name, unless it is the first thing and the context already ends with it."""
+        token_id = self._vocabulary.id(token)
+        if token_id == self._after and not self._ids and not self._pending:
+            self._after = None
+        else:
+            self.token(token_id)
 
     def text(self, text: str) -> None:
         """Appends the template's own text; added tokens in it count as such."""

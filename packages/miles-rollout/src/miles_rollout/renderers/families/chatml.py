@@ -27,25 +27,38 @@ TOOLS_AFTER = (
 class ChatMLRenderer(DialectRenderer):
     """Plain ChatML with Hermes-style tools (JSON between `<tool_call>` tags, results in a user turn).
 
-    No system prompt is invented: templates that insert a default one are not extended by what they would have shown.
+    `default_system` is what a family says when the conversation brings no system message; plain ChatML says nothing.
     """
 
     name: ClassVar[str] = "chatml"
+    models: ClassVar[str] = "models with plain ChatML, Qwen2.5, Qwen3 Instruct"
+    deviation: ClassVar[str] = "no default system prompt"
+    default_system: ClassVar[str] = ""
     end: ClassVar[str] = END
     glue: ClassVar[str] = "\n"
     required: ClassVar[tuple[str, ...]] = (START,)
     structural: ClassVar[frozenset[str]] = frozenset({START, END})
-    syntax: CompletionSyntax = TaggedSyntax(opening=None, calls=JsonCalls())
+
+    def turn_syntax(self) -> CompletionSyntax:
+        """No reasoning; calls as JSON."""
+        return TaggedSyntax(opening=None, calls=JsonCalls())
 
     def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
         """Tools share the first system message."""
         leading = 1 if messages and messages[0].role in ("system", "developer") else 0
-        if not tools:
-            return 0
+        if not tools and (leading or not self.default_system):
+            return 0  # a system message is a turn like any other
         out.control(START)
         out.text("system\n")
         if leading:
-            out.content(require_text(messages[0], 0) + "\n\n")
+            out.content(require_text(messages[0], 0))
+        else:
+            out.text(self.default_system)
+        if not tools:
+            out.control(END)
+            out.text(self.glue)
+            return 0
+        out.text("\n\n" if leading or self.default_system else "")
         out.text(TOOLS_BEFORE)
         for tool in tools:
             out.text("\n")
@@ -97,7 +110,16 @@ class ChatMLRenderer(DialectRenderer):
             out.control(END)
             out.text(self.glue)
 
-    def write_generation_prompt(self, out: Writer) -> None:
+    def write_generation_prompt(self, out: Writer, previous: Message | None) -> None:
         """The header of the assistant's turn."""
         out.control(START)
         out.text("assistant\n")
+
+
+class SmolLM2Renderer(ChatMLRenderer):
+    """SmolLM2 Instruct: ChatML that begins with a fixed system prompt when the conversation has none."""
+
+    name: ClassVar[str] = "smollm2"
+    models: ClassVar[str] = "SmolLM2 Instruct"
+    deviation: ClassVar[str] = "tools written as in Qwen2.5 (the published template has none)"
+    default_system: ClassVar[str] = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jinja2
@@ -48,16 +49,15 @@ class TemplateRenderer(BaseRenderer):
         self._template = compile_template(folder.chat_template, options.today)
         special = sorted(self.vocabulary.special, key=lambda t: (-len(t), t))
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
-        self.syntax = _guess_syntax(folder.chat_template)
+        self._syntax = _guess_syntax(folder.chat_template)
 
     def turn_syntax(self) -> CompletionSyntax:
         """Reasoning counts as open when the generation prompt has opened it."""
-        syntax = self.syntax
-        if isinstance(syntax, TaggedSyntax) and syntax.opening is not None:
-            probe = [Message(role="user", content="x")]
-            opened = self._text(probe, (), None, add_generation_prompt=True)[0].rstrip().endswith(syntax.opening)
-            return TaggedSyntax(calls=syntax.calls, begins_inside=opened)
-        return syntax
+        if self._syntax.opening is None:
+            return self._syntax
+        probe = [Message(role="user", content="x")]
+        text, _ = self._text(probe, (), None, add_generation_prompt=True)
+        return replace(self._syntax, begins_inside=text.rstrip().endswith(self._syntax.opening))
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
@@ -68,7 +68,7 @@ class TemplateRenderer(BaseRenderer):
             RenderError: the template refuses or fails on the conversation.
         """
         text, mark = self._text(messages, tools, None, add_generation_prompt=add_generation_prompt)
-        return self._encode(text, mark, at_start=True).ids()
+        return self._encode(text, mark, after=None).ids()
 
     def render_suffix(
         self,
@@ -94,7 +94,7 @@ class TemplateRenderer(BaseRenderer):
         if not after.startswith(before):
             self._refuse(history_messages, tools, mark, before, after)
         rest = self._rest_of_turn(before, history_ids[-1], len(history_messages) - 1) + after[len(before) :]
-        out = self._encode(rest, mark, at_start=False)
+        out = self._encode(rest, mark, after=history_ids[-1])
         ids = out.ids()
         check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
         return ids
@@ -150,8 +150,8 @@ class TemplateRenderer(BaseRenderer):
             return content
         return self._special.sub(lambda m: m.group()[0] + mark + m.group()[1:], content)
 
-    def _encode(self, text: str, mark: str, *, at_start: bool) -> Writer:
-        out = Writer(self.vocabulary, self.vocabulary.special, at_start=at_start)
+    def _encode(self, text: str, mark: str, *, after: int | None) -> Writer:
+        out = Writer(self.vocabulary, self.vocabulary.special, after=after)
         for piece in self.vocabulary.split(text):
             if isinstance(piece, int):
                 out.token(piece)
@@ -190,8 +190,8 @@ class TemplateRenderer(BaseRenderer):
                 continue
             if len(text) > at:
                 break
-        ids = self._encode(after, mark, at_start=True).ids()
-        position = len(self._encode(after[:at], mark, at_start=True).ids())
+        ids = self._encode(after, mark, after=None).ids()
+        position = len(self._encode(after[:at], mark, after=None).ids())
         token = self.vocabulary.text_of(ids[position]) if position < len(ids) else ""
         raise RenderRefusedError(
             "the chat template renders the history differently once messages follow it",
@@ -202,7 +202,7 @@ class TemplateRenderer(BaseRenderer):
         )
 
 
-def _guess_syntax(template: str) -> CompletionSyntax:
+def _guess_syntax(template: str) -> TaggedSyntax:
     """The way of writing turns that a template shows: tags of reasoning and the form of its calls."""
     calls = None
     if "<tool_call>" in template:
