@@ -142,14 +142,8 @@ class Scheduler:
 
     def _continue_running(self) -> list[Chunk]:
         decoding = [s for s in self.running if s.length - s.computed == 1]
-        filling = [s for s in self.running if s.length - s.computed > 1]
-        budget = self.limits.step_tokens - len(decoding)
         chunks = [Chunk(s, s.computed, 1) for s in decoding]
-        for sequence in filling:
-            count = min(sequence.length - sequence.computed, budget)
-            if count > 0:
-                chunks.append(Chunk(sequence, sequence.computed, count))
-                budget -= count
+        chunks += self._continue_prompts(self.limits.step_tokens - len(decoding))
         need = sum(chunk.count for chunk in chunks)
         while not self._make_room(need):
             victim = max(self.running, key=lambda s: s.arrival)
@@ -159,6 +153,28 @@ class Scheduler:
             chunks = [c for c in chunks if c.sequence is not victim]
         self._assign(chunks)
         return chunks
+
+    def _continue_prompts(self, budget: int) -> list[Chunk]:
+        """Next pieces of unfinished prompts.
+
+        The oldest gets all of the budget when it is alone, else half; the others go shortest first, and leave
+        half of the rest to waiting sequences: a very long prompt delays short ones a little, never until its end.
+        """
+        filling = sorted((s for s in self.running if s.length - s.computed > 1), key=lambda s: s.arrival)
+        chunks: list[Chunk] = []
+        others = sorted(filling[1:], key=lambda s: s.length - s.computed)
+        for place, sequence in enumerate(filling[:1] + others):
+            share = budget
+            if (place == 0 and others) or self.waiting:
+                share = (budget + 1) // 2
+            count = self._piece(sequence.length - sequence.computed, share)
+            if count > 0:
+                chunks.append(Chunk(sequence, sequence.computed, count))
+                budget -= count
+        return chunks
+
+    def _piece(self, rest: int, share: int) -> int:
+        return rest if self._whole_prompts else min(rest, share)
 
     def _assign(self, chunks: list[Chunk]) -> None:
         slots = self.allocator.take(sum(chunk.count for chunk in chunks))
@@ -236,7 +252,7 @@ class Scheduler:
         self.cached_tokens += matched
         sequence.computed, sequence.clean, sequence.state = matched, True, State.RUNNING
         self.running.append(sequence)
-        count = rest if self._whole_prompts else min(rest, budget)
+        count = self._piece(rest, budget)
         self._make_room(count)
         chunk = Chunk(sequence, matched, count)
         self._assign([chunk])
