@@ -19,8 +19,10 @@ import torch
 
 from miles_contracts import ShmBucket, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
 from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
+from miles_sync.export import CheckedExport
 from miles_sync.segments import Segment, SegmentPool
-from miles_sync.tensors import Bytes, copy_with_digest, digest_bytes, fetch_with_digest, flat_bytes, from_bytes, spec_of
+from miles_sync.staging import Receiver
+from miles_sync.tensors import Bytes, fetch_with_digest
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -69,7 +71,7 @@ class LocalSender:
         Raises:
             WeightUpdateError: the tensors are not those of the manifest (names the first one), or the mount is full.
         """
-        source = _Checked(iter(tensors), manifest)
+        source = CheckedExport(tensors, manifest)
         live = self._live.setdefault(update_id, {})
         for bucket in plan_buckets(manifest.tensors, self.bucket_bytes):
             self._make_room(update_id)
@@ -87,7 +89,9 @@ class LocalSender:
             )
         source.finish()
 
-    def _write(self, bucket: Bucket, segment: Segment, source: _Checked) -> tuple[list[ShmTensor], TensorSpec | None]:
+    def _write(
+        self, bucket: Bucket, segment: Segment, source: CheckedExport
+    ) -> tuple[list[ShmTensor], TensorSpec | None]:
         placed: list[ShmTensor] = []
         part_of: TensorSpec | None = None
         for piece in bucket.pieces:
@@ -142,47 +146,6 @@ class LocalSender:
         self.close()
 
 
-class _Checked:
-    """The tensors of an export, each compared with its place in the manifest as it is taken."""
-
-    def __init__(self, source: Iterator[tuple[str, torch.Tensor]], manifest: WeightManifest) -> None:
-        self._source = source
-        self._expected = {spec.name: spec for spec in manifest.tensors}
-        self._name = ""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._whole: str | None = None
-
-    def bytes_of(self, spec: TensorSpec) -> torch.Tensor:
-        """Flat uint8 bytes of this tensor; asked again for the parts of a split one."""
-        if self._name == spec.name:
-            return self._bytes
-        item = next(self._source, None)
-        if item is None:
-            raise WeightUpdateError("the export ended before the manifest did", tensor=spec.name)
-        name, tensor = item
-        if name != spec.name:
-            known = "out of the manifest's order" if name in self._expected else "not in the manifest"
-            raise WeightUpdateError(f"the export gave {name} ({known}) where {spec.name} was due", tensor=name)
-        seen = spec_of(name, tensor)
-        if (seen.dtype, seen.shape) != (spec.dtype, spec.shape):
-            stated = f"{spec.dtype}{list(spec.shape)}"
-            raise WeightUpdateError(f"the manifest says {stated}, it is {seen.dtype}{list(seen.shape)}", tensor=name)
-        self._name, self._bytes, self._whole = name, flat_bytes(tensor), None
-        return self._bytes
-
-    def whole_digest(self, spec: TensorSpec) -> str:
-        """Digest of the whole current tensor, computed once."""
-        if self._whole is None:
-            self._whole = digest_bytes(self.bytes_of(spec).cpu().numpy())
-        return self._whole
-
-    def finish(self) -> None:
-        """Raise when the export has more than the manifest."""
-        item = next(self._source, None)
-        if item is not None:
-            raise WeightUpdateError("the export goes on after the manifest's end", tensor=item[0])
-
-
 class MappedBucket:
     """A bucket of the other side, mapped read-only. Use as a context manager; its views end with it."""
 
@@ -223,22 +186,8 @@ class MappedBucket:
         self._map = None
 
 
-class LocalReceiver:
-    """Stages one update in memory of its own and gives it out only when it is complete and verified.
-
-    Buckets may come in any order and more than once. Nothing of an update is visible before `commit`.
-    """
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._staging: _Staging | None = None
-        self._committed: str | None = None
-
-    def begin(self, update_id: str, manifest: WeightManifest) -> None:
-        """Open an update; an unfinished other one is dropped. Beginning the same one again changes nothing."""
-        if self._staging is None or self._staging.update_id != update_id:
-            self._staging = _Staging(update_id, manifest)
+class LocalReceiver(Receiver):
+    """Copies buckets of this host's shared memory into memory of its own, in any order, each as often as it comes."""
 
     def load(self, bucket: ShmBucket) -> None:
         """Verify and copy one bucket.
@@ -246,83 +195,7 @@ class LocalReceiver:
         Raises:
             WeightUpdateError: names the tensor and what is wrong with it.
         """
-        staging = self._require(bucket.update_id)
+        staging = self.staging(bucket.update_id)
         with MappedBucket(bucket) as mapped:
             for tensor in bucket.tensors:
                 staging.put(tensor.spec, mapped.bytes_of(tensor), bucket.part_of, bucket.part_start)
-
-    def commit(self, update_id: str) -> None:
-        """Swap the update in. Committing the same one again changes nothing.
-
-        Raises:
-            WeightUpdateError: a tensor is missing or incomplete; the old weights stay.
-        """
-        if update_id == self._committed:
-            return
-        staging = self._require(update_id)
-        self.tensors, self.version = staging.finish(), staging.manifest.version
-        self._staging, self._committed = None, update_id
-
-    def rollback(self, update_id: str) -> None:
-        """Drop an uncommitted update; unknown ones are ignored."""
-        if self._staging is not None and self._staging.update_id == update_id:
-            self._staging = None
-
-    def _require(self, update_id: str) -> _Staging:
-        if self._staging is None or self._staging.update_id != update_id:
-            raise WeightUpdateError(f"update {update_id} was not begun here")
-        return self._staging
-
-
-class _Staging:
-    """Tensors of an update that is under way, and which bytes of each have come."""
-
-    def __init__(self, update_id: str, manifest: WeightManifest) -> None:
-        self.update_id = update_id
-        self.manifest = manifest
-        self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._data: dict[str, Bytes] = {}
-        self._parts: dict[str, dict[int, int]] = {}
-        self._whole: dict[str, str] = {}
-
-    def put(self, spec: TensorSpec, data: Bytes, part_of: TensorSpec | None, start: int) -> None:
-        """Check and copy a tensor, or the part of one that begins at byte `start`."""
-        whole = part_of if part_of is not None else spec
-        expected = self._specs.get(whole.name)
-        if expected is None:
-            raise WeightUpdateError("is not in the manifest", tensor=whole.name)
-        if (whole.dtype, whole.shape) != (expected.dtype, expected.shape):
-            raise WeightUpdateError(
-                f"came as {whole.dtype}{list(whole.shape)}, the manifest says {expected.dtype}{list(expected.shape)}",
-                tensor=whole.name,
-            )
-        if start < 0 or start + len(data) > expected.num_bytes:
-            raise WeightUpdateError(f"a part at byte {start} lies outside the tensor", tensor=whole.name)
-        target = self._data.get(whole.name)
-        if target is None:
-            target = self._data[whole.name] = np.empty(expected.num_bytes, np.uint8)
-        parts = self._parts.setdefault(whole.name, {})
-        # A failed second delivery has spoilt the first one's bytes: they must not count as present.
-        parts.pop(start, None)
-        got = copy_with_digest(data, target[start : start + len(data)], digests=spec.digest is not None)
-        if spec.digest is not None and got != spec.digest:
-            raise WeightUpdateError(f"digest is {got}, the sender says {spec.digest}", tensor=whole.name)
-        parts[start] = len(data)
-        if part_of is not None and part_of.digest is not None:
-            self._whole[whole.name] = part_of.digest
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """All tensors, or WeightUpdateError naming the first that is not complete."""
-        for name, spec in self._specs.items():
-            position = 0
-            for start, length in sorted(self._parts.get(name, {}).items()):
-                if start > position:
-                    break
-                position = max(position, start + length)
-            if name not in self._parts or position < spec.num_bytes:
-                raise WeightUpdateError(f"{position} of {spec.num_bytes} bytes came", tensor=name)
-        for name, stated in self._whole.items():
-            got = digest_bytes(self._data[name])
-            if got != stated:
-                raise WeightUpdateError(f"digest of the joined parts is {got}, not {stated}", tensor=name)
-        return {name: from_bytes(self._data[name], spec) for name, spec in self._specs.items()}

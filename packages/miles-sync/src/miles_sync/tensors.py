@@ -47,12 +47,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def host_bytes(tensor: torch.Tensor) -> Bytes:
-    """uint8 [num_bytes] on the host; a view of a contiguous CPU tensor, else a copy."""
-    out: Bytes = flat_bytes(tensor).cpu().numpy()
-    return out
-
-
 def from_bytes(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     """The tensor of this spec over `data` (uint8 [spec.num_bytes], writable); shares its memory."""
     if not len(data):

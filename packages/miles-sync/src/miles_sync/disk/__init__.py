@@ -1,0 +1,18 @@
+"""Disk-delta transport: changed bytes through a shared folder or an object store."""
+
+from miles_sync.disk.codec import Encoding
+from miles_sync.disk.publication import Publication
+from miles_sync.disk.publisher import DeltaPublisher, PublishReport
+from miles_sync.disk.store import FolderStore, Store
+from miles_sync.disk.subscriber import DeltaSubscriber, PullReport
+
+__all__ = [
+    "DeltaPublisher",
+    "DeltaSubscriber",
+    "Encoding",
+    "FolderStore",
+    "Publication",
+    "PublishReport",
+    "PullReport",
+    "Store",
+]
