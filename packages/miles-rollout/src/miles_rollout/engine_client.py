@@ -139,6 +139,37 @@ class EngineClient:
             raise
         return self._result(answer, len(payload["input_ids"]), routing)
 
+    async def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+        routing: bool = False,
+    ) -> list[GenerateResult]:
+        """Sample a continuation of every prompt, in one call: the engine queues all of them at once, in order.
+
+        Raises: as `generate`; one refused prompt refuses the whole call.
+        """
+        payload: dict[str, Any] = {
+            "rid": list(request_ids),
+            "input_ids": [[int(i) for i in prompt] for prompt in prompts],
+            "sampling_params": [_sampling_fields(p) for p in params],
+            "return_logprob": True,
+        }
+        if routing:
+            payload["return_routed_experts"] = True
+            payload["routed_experts_format"] = "narrow"
+        what = f"{len(prompts)} generations"
+        try:
+            answers = await self._call("POST", "/generate", payload, what, self._deadlines.generate)
+        except DeadlineExceededError:
+            await asyncio.gather(*(self._abort_quietly(request_id) for request_id in request_ids))
+            raise
+        if not isinstance(answers, list) or len(answers) != len(prompts):
+            raise EngineError(self._url, f"/generate did not answer with a list of {len(prompts)}")
+        return [self._result(a, len(p), routing) for a, p in zip(answers, prompts, strict=True)]
+
     async def _abort_quietly(self, request_id: str) -> None:
         """Abort after a deadline; a failure here must not hide the deadline's error."""
         try:
