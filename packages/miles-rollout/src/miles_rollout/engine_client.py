@@ -122,7 +122,7 @@ class EngineClient:
             DeadlineExceededError: no answer within `Deadlines.generate`; the request is aborted on the engine.
         """
         payload: dict[str, Any] = {
-            "input_ids": [int(i) for i in input_ids],
+            "input_ids": input_ids if isinstance(input_ids, list) else list(input_ids),
             "sampling_params": _sampling_fields(params),
             "return_logprob": True,
         }
@@ -267,7 +267,7 @@ class EngineClient:
         if self._session is None or self._session.closed:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadlines.connect)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        data = None if body is None else msgspec.json.encode(body)
+        data = None if body is None else msgspec.json.encode(body, enc_hook=_plain_int)
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
             async with asyncio.timeout(deadline_s):
@@ -366,6 +366,13 @@ class EngineClient:
         if shape[0] != rows or math.prod(shape) != ids.size:
             raise EngineError(self._url, f"routed experts of shape {shape} ({ids.size} ids) for {rows} fed tokens")
         return ids.reshape(shape)
+
+
+def _plain_int(value: object) -> int:
+    """Lets numpy's integers stand among ids, without a pass over a long prompt that has none."""
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to an engine")
 
 
 def _gaps(edges: Sequence[tuple[int, int]]) -> bool:
