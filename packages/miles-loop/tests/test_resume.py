@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Command, alive, children, records, wait_for, without_clock
+
 from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
 
 STEPS = 8

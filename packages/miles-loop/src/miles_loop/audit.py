@@ -9,7 +9,6 @@ mismatch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +19,10 @@ from miles_contracts import (
     GenerateResult,
     Group,
     InvalidFieldError,
-    PauseMode,
     SamplingParams,
-    ShmBucket,
     Trajectory,
-    WeightManifest,
 )
+from miles_loop.engine_proxy import EngineProxy
 from miles_loop.trainer_link import turn_digest
 
 
@@ -148,17 +145,12 @@ def _request_ids(group: Group) -> list[str]:
     return [turn.request_id for t in group for turn in t.turns if turn.request_id is not None]
 
 
-class RecordingEngine:
+class RecordingEngine(EngineProxy):
     """An engine whose answers are recorded before anybody else sees them."""
 
     def __init__(self, engine: Engine, records: EngineRecords) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._records = records
-
-    @property
-    def url(self) -> str:
-        """Address of the engine."""
-        return self._engine.url
 
     async def generate(
         self,
@@ -169,52 +161,8 @@ class RecordingEngine:
         routing: bool = False,
     ) -> GenerateResult:
         """Sample, and record the answer under its request id."""
-        result = await self._engine.generate(input_ids, params, request_id=request_id, routing=routing)
+        result = await super().generate(input_ids, params, request_id=request_id, routing=routing)
         key = result.request_id or request_id
         if key is not None:
             self._records.add(key, result)
         return result
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all."""
-        await self._engine.abort(request_id)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling."""
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """Go on sampling."""
-        await self._engine.resume()
-
-    async def flush_cache(self) -> None:
-        """Forget cached prefixes."""
-        await self._engine.flush_cache()
-
-    async def weight_version(self) -> int | None:
-        """Version that is served."""
-        return await self._engine.weight_version()
-
-    async def healthy(self) -> bool:
-        """Whether it answers."""
-        return await self._engine.healthy()
-
-    async def begin_weight_update(self, update_id: str, manifest: WeightManifest) -> None:
-        """Open an update."""
-        await self._engine.begin_weight_update(update_id, manifest)
-
-    async def load_bucket(self, bucket: ShmBucket) -> None:
-        """Take a bucket of an update."""
-        await self._engine.load_bucket(bucket)
-
-    async def commit_weight_update(self, update_id: str) -> None:
-        """Serve the new weights."""
-        await self._engine.commit_weight_update(update_id)
-
-    async def rollback_weight_update(self, update_id: str) -> None:
-        """Drop an update."""
-        await self._engine.rollback_weight_update(update_id)
-
-    async def load_from_disk(self, path: Path, version: int) -> None:
-        """Load a checkpoint."""
-        await self._engine.load_from_disk(path, version)

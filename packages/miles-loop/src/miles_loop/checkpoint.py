@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from miles_contracts import InvalidFieldError, WireError, digest, wire
-from miles_rollout.worker import WorkerState
 from miles_loop.errors import RunError
 from miles_loop.files import disk_errors, remove_tree, sync_file, write_atomic, write_json
+from miles_rollout.worker import WorkerState
 
 _NAME = re.compile(r"step_(\d{6,})")
 

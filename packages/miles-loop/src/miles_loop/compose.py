@@ -97,7 +97,11 @@ def make_reward(name: str) -> Reward:
     Raises:
         InvalidFieldError: unknown name, or a function that cannot be imported or called.
     """
-    builtin: dict[str, Callable[[], Reward]] = {"exact": ExactMatch, "numeric": NumericMatch, "verifier": ReasoningGymReward}
+    builtin: dict[str, Callable[[], Reward]] = {
+        "exact": ExactMatch,
+        "numeric": NumericMatch,
+        "verifier": ReasoningGymReward,
+    }
     if name in builtin:
         return builtin[name]()
     if ":" not in name:
@@ -146,6 +150,7 @@ class Rollout:
     """The rollout half of a run."""
 
     worker: RolloutWorker
+    scheduler: Scheduler
     arrived: ArrivedRewards
 
 
@@ -169,6 +174,9 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             "or --rollout.filter none with an estimator that needs no group (trainer.advantage.estimator)",
         )
     tokens = rollout.sampling.max_new_tokens + (rollout.max_prompt_tokens or 0)
+    scheduler = Scheduler(
+        batch_groups=rollout.groups_per_step, group_size=rollout.group_size, depth=config.pipeline_depth
+    )
     worker = RolloutWorker(
         source=source,
         generate=generate,
@@ -178,11 +186,7 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             max_staleness=config.max_staleness,
             group_filter=arrived,
         ),
-        scheduler=Scheduler(
-            batch_groups=rollout.groups_per_step,
-            group_size=rollout.group_size,
-            depth=config.pipeline_depth,
-        ),
+        scheduler=scheduler,
         ledger=Ledger(
             on_failure=UnusedPolicy(rollout.on_failure),
             on_stale=UnusedPolicy(rollout.on_stale),
@@ -194,4 +198,4 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             no_progress_s=config.runtime.step_timeout_s,
         ),
     )
-    return Rollout(worker, arrived)
+    return Rollout(worker, scheduler, arrived)

@@ -72,6 +72,7 @@ class Driver:
         self._checkpoint_s: float | None = None
         self._saved_step = self._progress.step
         self._snapshot: LoopState | None = None
+        self._rate_from = (time.monotonic(), 0)
 
     def close(self) -> None:
         """Close the record files."""
@@ -89,6 +90,9 @@ class Driver:
         """
         parts, config, progress = self._parts, self._config, self._progress
         start = progress.step
+        if parts.fleet.lockstep is not None:
+            scheduler = parts.rollout.scheduler
+            parts.fleet.lockstep.in_flight = lambda: scheduler.trajectories_in_flight
         self._phase("sending the weights to the engines")
         async with parts.fleet.weights_lock:
             await parts.fleet.update(start)
@@ -100,6 +104,7 @@ class Driver:
             if config.pipeline_depth == 0:
                 await opening
         try:
+            self._rate_from = (time.monotonic(), parts.records.tokens_sampled)
             await parts.rollout.worker.start(start)
             for step in range(start + 1, config.steps + 1):
                 await self._step(step, opening)
@@ -119,7 +124,6 @@ class Driver:
     async def _step(self, step: int, opening: asyncio.Task[None] | None) -> None:
         parts, config, worker = self._parts, self._config, self._parts.rollout.worker
         started = time.monotonic()
-        sampled_before = parts.records.tokens_sampled
         self._phase("waiting for finished groups")
         batch = await self._unless_stopped(worker.collect(config.rollout.groups_per_step, train_version=step - 1))
         groups = list(batch.groups)
@@ -153,7 +157,7 @@ class Driver:
             "perf/collect_wait_s": collected - started,
             "perf/train_s": trained - train_started,
             "perf/trainer_tokens_per_s": tokens / max(trained - train_started, 1e-9),
-            "perf/rollout_tokens_per_s": (parts.records.tokens_sampled - sampled_before) / max(now - started, 1e-9),
+            "perf/rollout_tokens_per_s": self._sampling_rate(now),
             "perf/step_s": now - started,
         }
         self._write(step, record, groups)
@@ -162,6 +166,13 @@ class Driver:
         worker.resume_new(_BETWEEN_STEPS)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             await self._checkpoint()
+
+    def _sampling_rate(self, now: float) -> float:
+        """Tokens sampled per second since the last call: rollout does not keep to the trainer's steps."""
+        then, before = self._rate_from
+        sampled = self._parts.records.tokens_sampled
+        self._rate_from = (now, sampled)
+        return (sampled - before) / max(now - then, 1e-9)
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T:
         """The result of `work`, or InterruptedRunError as soon as a stop is requested while it is not there."""
@@ -207,7 +218,11 @@ class Driver:
         return metrics | {"perf/evaluation_s": time.monotonic() - started}
 
     async def _held_out_metrics(self) -> dict[str, float]:
-        return await evaluate(self._parts.held_out, episode_timeout_s=self._config.rollout.timeout_s)
+        metrics = await evaluate(self._parts.held_out, episode_timeout_s=self._config.rollout.timeout_s)
+        if self._parts.fleet.lockstep is not None:
+            # A resumed run does not repeat this evaluation: it must leave nothing that the next batch could find.
+            await self._parts.fleet.flush()
+        return metrics
 
     async def _opening_evaluation(self) -> None:
         self._write(0, await self._held_out_metrics(), [])

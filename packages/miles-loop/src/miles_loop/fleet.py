@@ -13,9 +13,10 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miles_contracts import DeadlineExceededError, InvalidFieldError, PauseMode, WeightUpdateError
+from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.errors import RunError
+from miles_loop.lockstep import Lockstep, LockstepEngine
 from miles_loop.processes import ChildProcess
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router
@@ -27,10 +28,11 @@ _UPDATE_TRIES = 3
 
 @dataclass(slots=True)
 class EngineSlot:
-    """One engine: its client and, when the run started it, its process."""
+    """One engine: its client, what training and evaluation see of it, and, when the run started it, its process."""
 
     client: EngineClient
     recording: RecordingEngine
+    evaluation: Engine
     process: ChildProcess | None
     restarts_left: int
     up: bool = False
@@ -53,6 +55,7 @@ class Fleet:
         start_timeout_s: of an engine's start.
         restarts: how often each engine is started again.
         on_event: told, in words, what happened to engines.
+        lockstep: send requests in rounds, so that the run can be repeated bit for bit (see `miles_loop.lockstep`).
     """
 
     def __init__(
@@ -66,9 +69,20 @@ class Fleet:
         start_timeout_s: float,
         restarts: int,
         on_event: Callable[[str], None],
+        lockstep: bool = False,
     ) -> None:
+        self.lockstep = Lockstep() if lockstep else None
+        """Rounds of training; whoever knows how many trajectories are in flight tells it."""
+        self._evaluation_lockstep = Lockstep() if lockstep else None
         self._slots = [
-            EngineSlot(client, RecordingEngine(client, records), process, restarts) for client, process in engines
+            EngineSlot(
+                client,
+                RecordingEngine(_in_step(client, self.lockstep), records),
+                _in_step(client, self._evaluation_lockstep),
+                process,
+                restarts,
+            )
+            for client, process in engines
         ]
         self._source = source
         self._mode = mode
@@ -82,7 +96,7 @@ class Fleet:
         self.failed: asyncio.Future[RunError] = asyncio.get_running_loop().create_future()
         self.router = Router([slot.recording for slot in self._slots])
         """Routes training: every answer is recorded."""
-        self.evaluation_router = Router([slot.client for slot in self._slots])
+        self.evaluation_router = Router([slot.evaluation for slot in self._slots])
         """Routes evaluation: nothing is recorded."""
 
     @property
@@ -158,6 +172,10 @@ class Fleet:
             deadline_s=self._update_deadline_s,
         )
 
+    async def flush(self) -> None:
+        """Forget every cached prefix on the engines that are up."""
+        await asyncio.gather(*(slot.client.flush_cache() for slot in self._slots if slot.up))
+
     async def _expel(self, error: FleetFencedError) -> None:
         """Fenced engines are out: a process of ours is killed, and its watcher brings it back with good weights."""
         for slot in self._slots:
@@ -196,7 +214,7 @@ class Fleet:
             await self._transfer([slot], self.version)
             slot.up = True
             self.router.add_engine(slot.recording)
-            self.evaluation_router.add_engine(slot.client)
+            self.evaluation_router.add_engine(slot.evaluation)
             for router in self._routers:
                 await router.check_health()
         self._on_event(f"engine {slot.url} serves again, version {self.version}")
@@ -222,6 +240,10 @@ class Fleet:
         await asyncio.gather(*(router.close() for router in self._routers))
         await asyncio.gather(*(slot.client.close() for slot in self._slots))
         await asyncio.gather(*(s.process.stop(stop_timeout_s) for s in self._slots if s.process is not None))
+
+
+def _in_step(client: EngineClient, lockstep: Lockstep | None) -> Engine:
+    return client if lockstep is None else LockstepEngine(client, lockstep)
 
 
 def choose_ports(host: str, first: int, count: int) -> list[int]:

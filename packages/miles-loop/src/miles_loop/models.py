@@ -15,6 +15,7 @@ from typing import Any
 from miles_contracts import InvalidFieldError
 from miles_loop.errors import RunError
 from miles_loop.files import disk_errors, sync_file
+from miles_loop.names import nearest
 from miles_loop.processes import ProcessSpec, child_environment
 from miles_loop.recipe import ModelPreset, Recipe
 from miles_rollout.imports import load_object
@@ -46,10 +47,18 @@ async def resolve_model(recipe: Recipe, name: str, seed: int, run_model: Path, o
     """
     preset = recipe.model_named(name)
     if preset is None:
-        check_model_folder(Path(name), known=[m.name for m in recipe.models])
-        return Path(name).resolve()
+        return _named_folder(name, [m.name for m in recipe.models])
     if preset.heavy:
         return await _cached(recipe, preset, seed, on_event)
+    return _light(preset, seed, run_model)
+
+
+def _named_folder(name: str, known: list[str]) -> Path:
+    check_model_folder(Path(name), known)
+    return Path(name).resolve()
+
+
+def _light(preset: ModelPreset, seed: int, run_model: Path) -> Path:
     if not (run_model / _COMPLETE).exists():
         _make(run_model, lambda folder: load_object(preset.build, field="ModelPreset.build")(folder, seed))
     return run_model.resolve()
@@ -61,8 +70,6 @@ def check_model_folder(path: Path, known: list[str] | None = None) -> None:
     Raises:
         InvalidFieldError: what is missing.
     """
-    from miles_loop.names import nearest
-
     if not path.is_dir():
         names = f"; models of the recipe: {', '.join(known)}" if known else ""
         hint = nearest(str(path), known or [])

@@ -1,7 +1,7 @@
 """The run folder: where everything of a run is, readable while it runs and after it died.
 
     config.toml            the effective configuration
-    run.json               what the run is: recipe, versions, when it was started and resumed
+    run.json               what made it: recipe, versions of the packages, when it was started and resumed
     status.json            how far it is; replaced as a whole after every step
     metrics.jsonl          one record a step
     ledger.jsonl           one record a step: which prompts were trained, by their position in the stream
@@ -16,8 +16,11 @@ One process owns a folder at a time; readers need no permission and no lock.
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
+import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -34,6 +37,17 @@ from miles_loop.toml import dumps
 
 RESERVE_BYTES = 256 * 1024
 """Size of a file that is deleted when the disk is full, so that status and summary can still be written."""
+
+
+PACKAGES = ("miles-contracts", "miles-rollout", "miles-trainer", "miles-sync", "miles-loop", "torch", "transformers")
+"""Whose versions a run notes down."""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class RunFolder:
@@ -107,9 +121,23 @@ class RunFolder:
             for folder in (self.checkpoints, self.logs, self.trajectories):
                 folder.mkdir(exist_ok=True)
             write_atomic(self.config_file, dumps(config).encode())
+            write_json(self.path / "run.json", self._provenance(config))
             reserve = self.path / ".reserve"
             if not reserve.exists():
                 reserve.write_bytes(bytes(RESERVE_BYTES))
+
+    def _provenance(self, config: RunConfig) -> dict[str, Any]:
+        """What `run.json` holds; every start of the run is added."""
+        try:
+            starts = json.loads((self.path / "run.json").read_text("utf-8"))["starts"]
+        except (OSError, ValueError, KeyError):
+            starts = []
+        return {
+            "recipe": config.recipe,
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "starts": [*starts, {"time": time.time(), "command": sys.argv}],
+        }
 
     def release_reserve(self) -> None:
         """Make a little room on a full disk."""

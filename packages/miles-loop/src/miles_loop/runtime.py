@@ -109,6 +109,8 @@ class LocalRuntime:
                 start_timeout_s=config.engine.start_timeout_s,
                 restarts=config.engine.restarts,
                 on_event=self._on_event,
+                # An agent's calls come when its tools are done; there is no clockless order to put them into.
+                lockstep=config.pipeline_depth == 0 and config.task.agent is None,
             )
             starting = [process.start() for process in self._engine_processes]
             if trainer:

@@ -5,15 +5,15 @@ An error of a request is an answer; only a broken connection or `Stop` ends the 
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from miles_contracts import MilesError, WeightUpdateError, wire
-
 from miles_loop import trainer_link as link
 
 _HEADER_BYTES = 32
@@ -96,8 +96,20 @@ def serve(connection: Connection, start: Callable[[link.Start], Service]) -> Non
             service.close()
 
 
-def serve_descriptor(descriptor: int, start: Callable[[link.Start], Service]) -> None:
-    """Serve a connected socket by its number; SIGTERM ends the process in order."""
+def serve_descriptor(descriptor: int, start: Callable[[link.Start], Service]) -> NoReturn:
+    """Serve a connected socket by its number, then end the process; SIGTERM ends it in order too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with socket.socket(fileno=descriptor) as sock:
-        serve(Connection(sock), start)
+    status = 1
+    try:
+        with socket.socket(fileno=descriptor) as sock:
+            serve(Connection(sock), start)
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:  # noqa: BLE001 - process main: the log is the only reader left
+        traceback.print_exc()
+    finally:
+        # Everything is closed; what libraries do at exit takes seconds and nobody needs it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

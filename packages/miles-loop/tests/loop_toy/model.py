@@ -1,4 +1,4 @@
-"""A model small enough for tests, made without torch: random Qwen3 weights, a byte-level tokenizer, a ChatML template."""
+"""A model small enough for tests, made without torch: random Qwen3 weights, byte tokens, a ChatML template."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def weights(vocabulary: int, seed: int) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return random.normal(0, 0.05, (rows, columns)).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": matrix(vocabulary, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": matrix(vocabulary, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         tensors |= {

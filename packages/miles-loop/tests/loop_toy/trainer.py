@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
+
 from miles_contracts import Group, WeightManifest
 from miles_loop import trainer_link as link
 from miles_loop.trainer_server import serve_descriptor
-from safetensors.numpy import save_file
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.02"))
 
