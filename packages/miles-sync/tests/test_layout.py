@@ -65,17 +65,15 @@ def test_parts_are_those_of_torch_chunk(size: int, count: int) -> None:
     assert {kept for _, _, kept in (split(size, i, count, padded=True) for i in range(count))} == {-(-size // count)}
 
 
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def deliver(
     plan: TransferPlan, source: Layout, target: Layout, model: dict[str, torch.Tensor]
 ) -> list[dict[str, bytearray]]:
     """Run the plan on bytes, and count how often each byte is written."""
-    have = [
-        {
-            n: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for n, t in scatter(source, r, model).items()
-        }
-        for r in range(len(source.ranks))
-    ]
+    have = [{n: raw(t) for n, t in scatter(source, r, model).items()} for r in range(len(source.ranks))]
     got = [{s.name: bytearray(s.num_bytes) for s in rank.stored} for rank in target.ranks]
     written = [{s.name: bytearray(s.num_bytes) for s in rank.stored} for rank in target.ranks]
     for t in plan.transfers:
