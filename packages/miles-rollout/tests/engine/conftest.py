@@ -43,3 +43,9 @@ async def serve() -> AsyncIterator[Serve]:
     yield start
     for serving in started:
         await serving.close()
+
+
+@pytest.fixture
+async def shared_engine(models: Callable[..., Path], serve: Serve) -> Serving:
+    """A dense engine for tests that leave no trace."""
+    return await serve(models("qwen3"))

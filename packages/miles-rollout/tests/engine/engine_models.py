@@ -21,7 +21,7 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 0,
     "pad_token_id": 0,
-    "initializer_range": 0.3,
+    "initializer_range": 0.15,
 }
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -90,3 +90,11 @@ def make_model(family: str, seed: int = 0) -> Any:
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
     """Write a random model as a Hugging Face folder."""
     make_model(family, seed).save_pretrained(folder)
+
+
+def float64_model(family: str, seed: int = 0) -> Any:
+    """The same weights in float64; the experts one by one, for the grouped kernel has no float64."""
+    model = make_model(family, seed).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driving import finish_all, float64_logprobs, make_core, request, worst_error
-from engine_models import FAMILIES, VOCAB, make_model
+from engine_models import FAMILIES, VOCAB, float64_model, make_model
 
 from miles_rollout.engine.loading import load, unsuitable
 from miles_rollout.engine.sequence import Sequence
@@ -40,7 +40,7 @@ def test_logprobs_match_float64(models, family: str, record_property) -> None:
     core = make_core(models(family), chunked_prefill_size=32, max_running_requests=9)
     sequences = ragged(16, temperature=0.8)
     finish_all(core, sequences)
-    reference = make_model(family).double()
+    reference = float64_model(family)
     error = max(worst_error(reference, s, 0.8) for s in sequences)
     record_property("max_logprob_error", error)
     assert error < MAX_ERROR
@@ -81,7 +81,7 @@ def test_prompt_logprobs(models, family: str, start: int) -> None:
     finish_all(core, [request(prompt, 2, "warm")])  # a cached prefix must not hide logits that are asked for
     sequence = request(prompt, 3, "scored", first_logprob=start)
     finish_all(core, [sequence])
-    exact = float64_logprobs(make_model(family).double(), prompt)
+    exact = float64_logprobs(float64_model(family), prompt)
     first = max(start, 1)
     want = [float(exact[t - 1, prompt[t]]) for t in range(first, len(prompt))]
     np.testing.assert_allclose(sequence.prompt_logprobs, want, atol=MAX_ERROR)
