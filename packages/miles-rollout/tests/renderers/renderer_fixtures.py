@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from miles_contracts import Message
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from miles_contracts import Message
 from miles_rollout.renderers import FAMILIES, Renderer, RenderOptions, load_renderer
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -137,7 +137,10 @@ def write_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(_regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(_regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -11,6 +11,8 @@ import msgspec
 from miles_contracts import FunctionCall, ToolCall
 from miles_rollout.parsers.message import CallId, Tools
 
+_MAX_TAGS_IN_ARGUMENTS = 8
+
 
 class ParsedCalls(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of looking for calls in a turn's text.
@@ -68,10 +70,8 @@ def read_elements(text: str, opening: str, closing: str, read: Callable[[str, in
     at = 0
     while (start := text.find(opening, at)) >= 0:
         kept.append(text[at:start])
-        end = text.find(closing, start)
-        body = text[start + len(opening) : end if end >= 0 else len(text)]
-        at = len(text) if end < 0 else end + len(closing)
-        call = read(body, len(calls))
+        begin = start + len(opening)
+        call, at = _read_element(text, begin, closing, lambda body: read(body, len(calls)))
         if isinstance(call, ToolCall):
             calls.append(call)
         else:
@@ -79,6 +79,25 @@ def read_elements(text: str, opening: str, closing: str, read: Callable[[str, in
             kept.append(text[start:at])
     kept.append(text[at:])
     return ParsedCalls(content=joined(kept, bool(calls)), tool_calls=tuple(calls), malformed=tuple(malformed))
+
+
+def _read_element(
+    text: str, begin: int, closing: str, read: Callable[[str], ToolCall | str]
+) -> tuple[ToolCall | str, int]:
+    """A call and where it ends. A closing tag within an argument does not end it: the next ones are tried as well."""
+    first = text.find(closing, begin)
+    if first < 0:
+        return read(text[begin:]), len(text)
+    problem = read(text[begin:first])
+    end = first
+    for _ in range(_MAX_TAGS_IN_ARGUMENTS):
+        if isinstance(problem, ToolCall) or end < 0:
+            break
+        end = text.find(closing, end + len(closing))
+        longer = read(text[begin:end]) if end >= 0 else problem
+        if isinstance(longer, ToolCall):
+            return longer, end + len(closing)
+    return problem, first + len(closing)
 
 
 def parameter_types(tools: Tools, name: str) -> dict[str, Any]:

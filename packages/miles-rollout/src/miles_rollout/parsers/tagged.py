@@ -51,5 +51,8 @@ class TaggedSyntax:
         else:
             return None, text
         reasoning, closed, rest = body.partition(self.closing)
-        reasoning = reasoning.strip(self.strip)
-        return (reasoning or None), (rest.lstrip(self.strip) if closed else "")
+        if not closed and self.calls is not None and self.calls.opening in reasoning:
+            # Some models go from thinking straight to a call; the call ends the reasoning.
+            reasoning, tag, rest = reasoning.partition(self.calls.opening)
+            rest = tag + rest
+        return (reasoning.strip(self.strip) or None), rest.lstrip(self.strip)

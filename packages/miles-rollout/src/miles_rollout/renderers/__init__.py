@@ -7,9 +7,9 @@ ids += renderer.render_suffix(messages_so_far, ids, appended, tools)    # next t
 """
 
 from miles_rollout.renderers.base import Renderer, RenderOptions, Tools
-from miles_rollout.renderers.detect import Detection, detect_family
+from miles_rollout.renderers.detect import Detection
 from miles_rollout.renderers.errors import RenderError, RenderRefusedError
-from miles_rollout.renderers.load import FAMILIES, load_renderer
+from miles_rollout.renderers.load import FAMILIES, detect_family, load_renderer
 from miles_rollout.renderers.vocabulary import Vocabulary
 
 __all__ = [

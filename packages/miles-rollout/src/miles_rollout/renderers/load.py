@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from miles_contracts import InvalidFieldError
 from miles_rollout.renderers.base import DialectRenderer, Renderer, RenderOptions
-from miles_rollout.renderers.detect import detect_family
+from miles_rollout.renderers.detect import Detection, detect
 from miles_rollout.renderers.families.chatml import ChatMLRenderer, SmolLM2Renderer
 from miles_rollout.renderers.families.deepseek import DeepSeekV4Renderer, DeepSeekV32Renderer
 from miles_rollout.renderers.families.gemma4 import Gemma4Renderer
@@ -59,7 +59,16 @@ def load_renderer(model_path: Path, family: str | None = None, *, options: Rende
     """
     folder = read_folder(Path(model_path))
     if family is None:
-        family = detect_family(folder).family
+        family = detect(folder, FAMILIES).family
     if family not in FAMILIES:
         raise InvalidFieldError("family", family, f"must be one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[family](folder, options or RenderOptions())
+
+
+def detect_family(model_path: Path) -> Detection:
+    """Which family a folder belongs to, and why.
+
+    Raises:
+        InvalidFieldError: the folder is not a tokenizer.
+    """
+    return detect(read_folder(Path(model_path)), FAMILIES)

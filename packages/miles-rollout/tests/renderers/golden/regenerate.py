@@ -133,13 +133,21 @@ def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Calla
     cases = (*ALWAYS, "user_after_user")
     yield "deepseek_v3_2", "sglang encoding_dsv32", {}, cases, deepseek(v32, thinking_mode="thinking")
     yield "deepseek_v3_2", "sglang encoding_dsv32", off, ("user", "tools", "turns"), deepseek(v32, thinking_mode="chat")
-    v4 = module_at(
-        package_file("llm_router_utils", "sglang", "srt", "entrypoints", "openai", "encoding_dsv4.py")
-    )
+    v4 = module_at(package_file("llm_router_utils", "sglang", "srt", "entrypoints", "openai", "encoding_dsv4.py"))
     oracle = deepseek(v4, thinking_mode="thinking", drop_thinking=False)
     yield "deepseek_v4", "sglang encoding_dsv4", {}, (*ALWAYS, *KEPT, "turns", "user_after_user"), oracle
     yield "deepseek_v4", "sglang encoding_dsv4", off, ("user", "tools", "turns"), deepseek(v4, thinking_mode="chat")
-    cases = ("user", "system", "unicode", "tools", "tools_no_system", "call", "call_with_text", "two_calls", "call_chain")
+    cases = (
+        "user",
+        "system",
+        "unicode",
+        "tools",
+        "tools_no_system",
+        "call",
+        "call_with_text",
+        "two_calls",
+        "call_chain",
+    )
     oracle = package_renderer("kimi_k25", "KimiK25Renderer", "kimi")
     yield "kimi_k2_5", "renderers kimi_k25", {}, cases, oracle
     cases = ("user", "system", "unicode", "tools", "tools_no_system", "turns", "user_after_user")
@@ -147,9 +155,21 @@ def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Calla
     for name in ("nemotron_3_nano", "nemotron_3_super"):
         oracle = trl_template(name, truncate_history_thinking=False)
         yield "nemotron3", f"trl {name}", {}, (*ALWAYS, *KEPT, "turns", "user_after_user"), oracle
-    yield "nemotron3", "trl nemotron_3_super", off, ("user", "tools"), trl_template("nemotron_3_super", enable_thinking=False)
+    yield (
+        "nemotron3",
+        "trl nemotron_3_super",
+        off,
+        ("user", "tools"),
+        trl_template("nemotron_3_super", enable_thinking=False),
+    )
     cases = ("system", "unicode", "tools", "call")
-    yield "minimax_m2", "renderers minimax_m2", {}, cases, package_renderer("minimax_m2", "MiniMaxM2Renderer", "minimax")
+    yield (
+        "minimax_m2",
+        "renderers minimax_m2",
+        {},
+        cases,
+        package_renderer("minimax_m2", "MiniMaxM2Renderer", "minimax"),
+    )
     cases = ("user", "system", "unicode", "tools", "tools_no_system", "call", "call_chain", "user_after_user")
     yield "gpt_oss", "trl gptoss", {}, cases, trl_template("gptoss")
     cases = (*ALWAYS, "turns", "user_after_user")

@@ -122,17 +122,20 @@ class Gemma4Renderer(DialectRenderer):
         out.text(QUOTE + "}" + END_RESPONSE)
 
     def write_close(self, out: Writer, turn: Message, following: Message | None) -> None:
-        """The end of the turn, unless a result goes on with it."""
-        if not (turn.tool_calls and following is not None and following.role == "tool"):
+        """The end of the turn; behind calls that is up to what follows."""
+        if not turn.tool_calls or (following is not None and following.role != "tool"):
             super().write_close(out, turn, following)
 
     def write_generation_prompt(self, out: Writer, previous: Message | None) -> None:
         """The opening of a model turn; after a result the turn is open already and only reasoning is opened."""
         if previous is not None and previous.role == "tool":
             out.text(THOUGHT if self.thinks else "")
-        else:
-            out.control(TURN)
-            out.text("model\n")
+            return
+        if previous is not None and previous.tool_calls:  # calls without results: the turn is still open
+            out.control(END)
+            out.text(self.glue)
+        out.control(TURN)
+        out.text("model\n")
 
 
 def _tool_name(messages: Sequence[Message], index: int) -> str:

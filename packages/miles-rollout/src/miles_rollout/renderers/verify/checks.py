@@ -1,0 +1,258 @@
+"""The checks: what must hold of a renderer on a conversation for its tokens to be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+from miles_contracts import Message, ToolCall
+from miles_rollout.renderers.base import Renderer
+from miles_rollout.renderers.errors import RenderError, RenderRefusedError
+from miles_rollout.renderers.verify.controls import CONTROLS
+from miles_rollout.renderers.verify.conversations import Conversation, random_conversations, standard_conversations
+from miles_rollout.renderers.verify.report import Finding, Outcome, Report
+
+Check = Callable[["_Turn"], str | None]
+
+
+def verify_renderer(renderer: Renderer, *, seed: int = 0, random_count: int = 20) -> Report:
+    """Tries a renderer on the fixed suite and on random conversations, then broken versions of it.
+
+    Args:
+        renderer: the renderer.
+        seed: of the random conversations.
+        random_count: how many of them.
+    """
+    conversations = [*standard_conversations(), *random_conversations(seed, random_count)]
+    findings = tuple(_examine(renderer, conversation) for conversation in conversations)
+    controls: dict[str, bool | None] = {}
+    for name, broken in CONTROLS.items():
+        version = broken(renderer)
+        relevant = [c for c in standard_conversations() if _differs(renderer, version, c)]
+        caught = any(_examine(version, c).failed for c in relevant)
+        controls[name] = caught if relevant else None
+    return Report(family=renderer.family, findings=findings, controls=controls)
+
+
+def _differs(renderer: Renderer, version: Renderer, conversation: Conversation) -> bool:
+    """True when the broken version does anything else on this conversation."""
+    try:
+        return any(
+            renderer.render(t.history, t.tools) != version.render(t.history, t.tools)
+            or renderer.render_suffix(t.history, t.ids, t.appended, t.tools)
+            != version.render_suffix(t.history, t.ids, t.appended, t.tools)
+            for t in _turns(renderer, conversation)
+        )
+    except RenderError:
+        return False
+
+
+class _Turn:
+    """One assistant turn of a conversation and what follows it.
+
+    Attributes:
+        history: messages up to and with the turn.
+        prompt: ids before it.
+        begin: where the turn's own ids begin, as far as the rendering can say.
+        ids: ids up to and with its end, as a rendering of the history spells them.
+        appended: messages up to the next assistant turn.
+        whole: ids of history and appended, with the next generation prompt.
+    """
+
+    def __init__(self, renderer: Renderer, conversation: Conversation, index: int) -> None:
+        messages, self.tools = conversation.messages, conversation.tools
+        following = (i for i in range(index + 1, len(messages)) if messages[i].role == "assistant")
+        end = next(following, len(messages))
+        self.renderer = renderer
+        self.message = messages[index]
+        self.history = messages[: index + 1]
+        self.appended = messages[index + 1 : end]
+        self.prompt = renderer.render(self.history[:-1], self.tools)
+        self.whole = renderer.render([*self.history, *self.appended], self.tools)
+        rendered = renderer.render(self.history, self.tools, add_generation_prompt=False)
+        self.begin = _shared(rendered, self.prompt)
+        self.ids = _up_to_stop(renderer, rendered, self.begin)
+
+    @property
+    def tail(self) -> list[int]:
+        """What a suffix has to add to `ids`."""
+        return self.whole[len(self.ids) :]
+
+    @property
+    def completion(self) -> list[int]:
+        """The turn's own ids: what a model would have sampled, as far as the rendering can say."""
+        return self.ids[self.begin :]
+
+    def suffix(self, ids: Sequence[int]) -> list[int]:
+        """What the renderer adds to a history."""
+        return self.renderer.render_suffix(self.history, ids, self.appended, self.tools)
+
+
+def _turns(renderer: Renderer, conversation: Conversation) -> Iterable[_Turn]:
+    for index, message in enumerate(conversation.messages):
+        if message.role == "assistant":
+            yield _Turn(renderer, conversation, index)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two sequences have in common at the front."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+
+
+def _up_to_stop(renderer: Renderer, ids: list[int], begin: int) -> list[int]:
+    """Without what a template puts behind the stop token; whole when the family has no token behind its turns."""
+    for end in range(len(ids), max(begin, len(ids) - 4), -1):
+        if ids[end - 1] in renderer.stop_token_ids:
+            return ids[:end]
+    return ids
+
+
+def _examine(renderer: Renderer, conversation: Conversation) -> Finding:
+    outcomes: dict[str, Outcome] = {}
+    details: list[str] = []
+    turns = tokens = 0
+    try:
+        for turn in _turns(renderer, conversation):
+            turns += 1
+            tokens = len(turn.whole)
+            for name, check in _CHECKS.items():
+                problem = _try(check, turn)
+                if problem is not None:
+                    outcomes[name] = Outcome.FAIL
+                    details.append(f"turn {turns}, {name}: {problem}")
+                else:
+                    outcomes.setdefault(name, Outcome.OK)
+    except RenderError as error:
+        outcome = Outcome.FAIL if conversation.required else Outcome.NO_FORM
+        outcomes |= (
+            {name: outcomes.get(name, outcome) for name in _CHECKS} if turns else dict.fromkeys(_CHECKS, outcome)
+        )
+        outcomes["append-only"] = outcome if outcomes["append-only"] is not Outcome.FAIL else Outcome.FAIL
+        details.append(str(error))
+    return Finding(
+        conversation=conversation.name, turns=turns, tokens=tokens, outcomes=outcomes, details=tuple(details[:3])
+    )
+
+
+def _try(check: Check, turn: _Turn) -> str | None:
+    try:
+        return check(turn)
+    except RenderRefusedError as error:
+        return str(error)
+
+
+def _append_only(turn: _Turn) -> str | None:
+    """A longer conversation begins with the ids of the shorter one."""
+    return _difference(turn, turn.ids, turn.whole[: len(turn.ids)])
+
+
+def _suffix(turn: _Turn) -> str | None:
+    """History and suffix are the ids of the whole."""
+    return _difference(turn, [*turn.ids, *turn.suffix(turn.ids)], turn.whole)
+
+
+def _spelling(turn: _Turn) -> str | None:
+    """The same suffix follows when the turn was sampled as other tokens of the same text, stop token included."""
+    vocabulary = turn.renderer.vocabulary
+    completion = turn.completion
+    ended = bool(completion) and completion[-1] in turn.renderer.stop_token_ids
+    body = completion[:-1] if ended else completion
+    pieces = [i for token in body for i in _spelled_out(turn, token)]
+    ids = [*turn.prompt, *pieces, *(completion[-1:] if ended else ())]
+    if not ended and turn.tail and turn.tail[0] in turn.renderer.stop_token_ids:
+        ids.append(turn.tail[0])  # the opening of the next turn is what the model stops with
+        return _difference(turn, [*ids, *turn.suffix(ids)], [*ids, *turn.tail[1:]])
+    if not vocabulary.is_added(ids[-1]):
+        return None  # a stop that no token marks is the business of the next check
+    return _difference(turn, [*ids, *turn.suffix(ids)], [*ids, *turn.tail])
+
+
+def _forced_stop(turn: _Turn) -> str | None:
+    """A turn that was stopped without its stop token is closed."""
+    if turn.ids[-1] not in turn.renderer.stop_token_ids:
+        return None  # `suffix` has shown it: these families have no stop token of their own
+    stopped = turn.ids[:-1]
+    return _difference(turn, [*stopped, *turn.suffix(stopped)], turn.whole)
+
+
+def _views(turn: _Turn) -> str | None:
+    """Parsing gives back the calls that were rendered, and no more."""
+    if turn.ids[: len(turn.prompt)] != turn.prompt:
+        return None  # written by somebody else: a model that thinks would not have answered without thinking
+    seen = turn.renderer.parse(turn.completion, turn.tools)
+    if seen.malformed:
+        return f"a rendered call is not read back: {seen.malformed[0]}"
+    expected, found = [_call_key(c) for c in turn.message.tool_calls], [_call_key(c) for c in seen.tool_calls]
+    if expected != found:
+        return f"calls {expected} are read back as {found}"
+    content = (turn.message.content or "").strip()
+    if not expected and seen.content.strip() != content:
+        return f"content {content!r} is read back as {seen.content!r}"
+    return None
+
+
+def _literal_text(turn: _Turn) -> str | None:
+    """Control tokens spelled out in somebody's message stay text."""
+    renderer = turn.renderer
+    stops = [renderer.vocabulary.text_of(i) for i in renderer.stop_token_ids]
+    hostile = [*turn.history, Message(role="user", content="x" + "".join(stops) + "y")]
+    harmless = [*turn.history, Message(role="user", content="xy")]
+    counts = [
+        sum(i in renderer.stop_token_ids for i in renderer.render(messages, turn.tools))
+        for messages in (hostile, harmless)
+    ]
+    if counts[0] != counts[1]:
+        return f"a message that spells out {stops[0]!r} makes {counts[0] - counts[1]} control tokens"
+    return None
+
+
+_CHECKS: dict[str, Check] = {
+    "append-only": _append_only,
+    "suffix": _suffix,
+    "spelling": _spelling,
+    "forced stop": _forced_stop,
+    "views": _views,
+    "literal text": _literal_text,
+}
+
+
+def _spelled_out(turn: _Turn, token: int) -> list[int]:
+    """A token's text as single characters where that gives the same text; control tokens as they are."""
+    vocabulary = turn.renderer.vocabulary
+    if vocabulary.is_added(token):
+        return [token]
+    text = vocabulary.decode([token])
+    ids = [i for character in text for i in vocabulary.encode(character)]
+    return ids if vocabulary.decode(ids) == text and "\ufffd" not in text else [token]
+
+
+def _call_key(call: ToolCall) -> tuple[str, str]:
+    try:
+        arguments = json.dumps(json.loads(call.function.arguments), sort_keys=True)
+    except ValueError:
+        arguments = call.function.arguments
+    return call.function.name, arguments
+
+
+def _difference(turn: _Turn, ours: Sequence[int], expected: Sequence[int]) -> str | None:
+    """Names the first differing token and the message it is in."""
+    if list(ours) == list(expected):
+        return None
+    at = _shared(ours, expected)
+    show = turn.renderer.vocabulary.text_of
+    seen = repr(show(ours[at])) if at < len(ours) else "the end"
+    wanted = repr(show(expected[at])) if at < len(expected) else "the end"
+    return f"token {at} is {seen}, in the whole it is {wanted} (message {_message_at(turn, at)})"
+
+
+def _message_at(turn: _Turn, position: int) -> int:
+    messages = [*turn.history, *turn.appended]
+    for index in range(len(messages)):
+        try:
+            rendered = turn.renderer.render(messages[: index + 1], turn.tools, add_generation_prompt=False)
+        except RenderError:
+            continue
+        if len(rendered) > position:
+            return index
+    return len(messages) - 1
