@@ -80,21 +80,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A random model of a family, float32."""
+def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+    """A random model of a family."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     values = {**_COMMON, **FAMILIES[family], **overrides}
-    if family in ("deepseek_v3", "minimax_m2"):
-        values.pop("head_dim" if family == "deepseek_v3" else "", None)
+    if family == "deepseek_v3":
+        del values["head_dim"]
     config = AutoConfig.for_model(family, **values)
     model = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
-    return model.float()
+    return model.to(getattr(torch, dtype))
 
 
 @pytest.fixture(scope="session")

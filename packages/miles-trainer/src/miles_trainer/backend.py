@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_contracts import MilesError, Trajectory, WeightManifest
+from miles_contracts import InvalidFieldError, MilesError, Trajectory, WeightManifest
 from miles_trainer import checkpoint, export
 from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
 from miles_trainer.config import ObjectiveKind, TrainerConfig
@@ -57,7 +57,7 @@ class TorchBackend:
         model = load_model(path, self.config.dtype, self.device)
         policy = self._wrap(model)
         if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _checkpoint_activations(model)
         model.train()
         replayer = Replayer(model, policy.probe) if find_routers(model) else None
         if replayer is not None and not self.config.replay.enabled:
@@ -277,8 +277,17 @@ class TorchBackend:
             raise MilesError("the trainer sleeps; call wake() first")
 
 
+def _checkpoint_activations(model: Any) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InvalidFieldError("gradient_checkpointing", True, f"{type(model).__name__} cannot do it; turn it off")
+    # renamed in transformers 5.2x; the first positional argument is the same
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _require_finite(what: str, values: Tensor, micro: MicroBatch) -> None:
-    finite = torch.isfinite(values.detach())
+    values = values.detach()
+    finite = torch.isfinite(values)
     if bool(finite.all()):
         return
     bad = torch.nonzero(~finite).flatten().cpu().numpy()

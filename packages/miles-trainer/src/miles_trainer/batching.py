@@ -36,9 +36,9 @@ class MicroBatch:
         targets: int64 [P], the predicted ids.
         target_index: int64 [P], index of the predicted token in its own trajectory.
         segments: int64 [P], which of the S trajectories.
-        inverse_temperature: float32 [P].
+        inverse_temperature: float64 [P].
         engine_logprobs: float32 [P], NaN where the engine sampled nothing.
-        advantages: float32 [P].
+        advantages: float64 [P].
         weights: float64 [P], share of the token in the step's loss.
     """
 
@@ -50,9 +50,9 @@ class MicroBatch:
     targets: Ints
     target_index: Ints
     segments: Ints
-    inverse_temperature: NDArray[np.float32]
+    inverse_temperature: Floats
     engine_logprobs: NDArray[np.float32]
-    advantages: NDArray[np.float32]
+    advantages: Floats
     weights: Floats
 
     @property
@@ -183,7 +183,7 @@ def build_micro_batch(
     lengths[segments] = offsets[predicted]  # the largest offset is written last
     fed = np.flatnonzero(offsets < lengths[owner])
     dropped = starts - (np.cumsum(lengths) - lengths)
-    temperatures = np.array([t.sampling.temperature or 1.0 for t in trajectories], dtype=np.float32)
+    temperatures = np.array([t.sampling.temperature or 1.0 for t in trajectories])
     values = np.zeros(len(lengths)) if advantages is None else advantages
     shares = np.zeros(len(lengths)) if weights is None else weights
     return MicroBatch(
@@ -197,7 +197,7 @@ def build_micro_batch(
         segments=segments,
         inverse_temperature=(1.0 / temperatures)[segments],
         engine_logprobs=logprobs[predicted],
-        advantages=values.astype(np.float32)[segments],
+        advantages=values[segments],
         weights=shares[segments],
     )
 

@@ -187,7 +187,8 @@ class _Atomic:
         self.work = directory.parent / f".{directory.name}.partial-{os.getpid()}"
 
     def __enter__(self) -> Path:
-        shutil.rmtree(self.work, ignore_errors=True)
+        for left_over in self.target.parent.glob(f".{self.target.name}.partial-*"):  # of a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         self.work.mkdir(parents=True)
         return self.work
 
@@ -195,10 +196,14 @@ class _Atomic:
         if kind is not None:
             shutil.rmtree(self.work, ignore_errors=True)
             return
-        for path in self.work.rglob("*"):
-            _sync(path)
-        _sync(self.work)
-        self.work.replace(self.target)
+        try:
+            for path in self.work.rglob("*"):
+                _sync(path)
+            _sync(self.work)
+            self.work.replace(self.target)
+        except OSError:
+            shutil.rmtree(self.work, ignore_errors=True)
+            raise
         _sync(self.target.parent)
 
 

@@ -55,7 +55,15 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InvalidFieldError("model_path", str(path), f"transformers cannot load it: {error}") from error
     _disable_randomness(model)
+    if model.dtype == torch.float64 and find_experts(model):
+        # grouped matrix products know no float64
+        model.set_experts_implementation("eager")
     return model.to(device)
+
+
+def find_experts(model: nn.Module) -> bool:
+    """Whether some module holds stacked expert matrices."""
+    return any(p.dim() == 3 for m in model.modules() for p in m.parameters(recurse=False))
 
 
 @contextmanager
@@ -289,6 +297,6 @@ def _dense_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     if logits.dtype != torch.float64:
         logits = logits.float()
-    table = torch.log_softmax(logits * inverse_temperature[:, None], dim=-1)
+    table = torch.log_softmax(logits * inverse_temperature.to(logits.dtype)[:, None], dim=-1)
     chosen = table.gather(1, targets[:, None]).squeeze(1)
     return chosen, -(table.exp() * table).sum(-1) if entropy else None
