@@ -8,7 +8,6 @@ slow (`DeadlineExceededError`).
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from miles_contracts import (
     DeadlineExceededError,
@@ -34,6 +32,7 @@ from miles_contracts import (
     VersionSpan,
     WeightManifest,
 )
+from miles_rollout.routing_rows import RoutingRows, encoded_bytes
 
 SUPPORTED = "the embedded engine, or SGLang >= 0.5.20, < 0.6"
 """What the client was written against; named when a call is missing."""
@@ -346,26 +345,28 @@ class EngineClient:
             raise EngineError(self._url, f"version spans {edges} do not cover {count} output tokens")
         return spans
 
-    def _routes(self, meta: Mapping[str, Any], rows: int) -> NDArray[Any]:
+    def _routes(self, meta: Mapping[str, Any], rows: int) -> RoutingRows:
         packed = meta.get("routed_experts_packed")
         if packed is not None:
+            text, dtype = packed["data"], np.dtype(packed["dtype"])
             shape = tuple(int(n) for n in packed["shape"])
-            ids = np.frombuffer(base64.b64decode(packed["data"]), dtype=np.dtype(packed["dtype"]))
         else:
-            flat = meta.get("routed_experts")
-            if flat is None:
+            text, dtype = meta.get("routed_experts"), np.dtype("<i4")
+            if text is None:
                 reason = "the answer carries no routed experts; start the engine with them enabled"
                 raise EngineError(self._url, reason)
             if self._routing_layers is None:
                 raise EngineError(
                     self._url, "SGLang's routed experts carry no shape; give EngineClient(routing_layers=)"
                 )
-            ids = np.frombuffer(base64.b64decode(flat), dtype="<i4")
-            per_row = self._routing_layers * max(rows, 1)
-            shape = (rows, self._routing_layers, ids.size // per_row if rows else 0)
-        if shape[0] != rows or math.prod(shape) != ids.size:
-            raise EngineError(self._url, f"routed experts of shape {shape} ({ids.size} ids) for {rows} fed tokens")
-        return ids.reshape(shape)
+            per_row = dtype.itemsize * self._routing_layers * max(rows, 1)
+            shape = (rows, self._routing_layers, encoded_bytes(text) // per_row if rows else 0)
+        if len(shape) != 3 or shape[0] != rows:
+            raise EngineError(self._url, f"routed experts of shape {shape} for {rows} fed tokens")
+        try:
+            return RoutingRows(text, shape, dtype)
+        except InvalidFieldError as error:
+            raise EngineError(self._url, f"routed experts for {rows} fed tokens: {error}") from error
 
 
 def _plain_int(value: object) -> int:

@@ -28,9 +28,7 @@ def request(prompt: list[int], new: int, name: str, **params: Any) -> Sequence:
     tokens = np.zeros(len(prompt) + new, dtype=np.int32)
     tokens[: len(prompt)] = prompt
     sampling = Sampling(max_new_tokens=new, **{"seed": 0, **params})
-    return Sequence(
-        id=name, tokens=tokens, prompt_length=len(prompt), sampling=sampling, first_logprob=first_logprob
-    )
+    return Sequence(id=name, tokens=tokens, prompt_length=len(prompt), sampling=sampling, first_logprob=first_logprob)
 
 
 def finish_all(core: EngineCore, sequences: list[Sequence] | None = None) -> None:

@@ -69,9 +69,7 @@ def test_fresh_seeds_differ_and_follow_the_root() -> None:
 def test_frequencies_match_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 0.5, -1.0, 1.5, -4.0, 0.0])
     count = 40_000
-    ids, logprobs = sample(
-        logits.expand(count, -1), [row(seed=i, temperature=temperature) for i in range(count)]
-    )
+    ids, logprobs = sample(logits.expand(count, -1), [row(seed=i, temperature=temperature) for i in range(count)])
     exact = torch.softmax(logits.double() / temperature, dim=0).numpy()
     expected = exact * count
     observed = np.bincount(ids, minlength=6)

@@ -21,9 +21,7 @@ from miles_rollout.engine.sequence import Finish, Sampling, Sequence, State
 def make(prompt: list[int], new: int, name: str = "s") -> Sequence:
     tokens = np.zeros(len(prompt) + new, dtype=np.int32)
     tokens[: len(prompt)] = prompt
-    return Sequence(
-        id=name, tokens=tokens, prompt_length=len(prompt), sampling=Sampling(max_new_tokens=new, seed=0)
-    )
+    return Sequence(id=name, tokens=tokens, prompt_length=len(prompt), sampling=Sampling(max_new_tokens=new, seed=0))
 
 
 class ImaginaryModel:

@@ -1,0 +1,128 @@
+"""Routed experts: one row for every fed token, equal to what the model's routers choose, wherever the KV came from."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driving import finish_all, make_core, request
+from engine_models import make_model
+from engine_weights import plan_update, write_buckets
+
+from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams
+
+FAMILIES = ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
+PROMPT = list(range(3, 33))
+
+
+def routers_choices(model: Any, tokens: list[int]) -> np.ndarray:
+    """Expert ids [tokens - 1, layers, top_k] that a plain forward pass hands to its expert modules."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        m.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(
+                next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.dtype == torch.int64)
+            ),
+            with_kwargs=True,
+        )
+        for name, m in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1).numpy()
+
+
+def agreement(left: np.ndarray, right: np.ndarray) -> float:
+    """Share of (token, layer) with the same set of experts."""
+    return float((np.sort(left, axis=-1) == np.sort(right, axis=-1)).all(axis=-1).mean())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_equal_the_routers_choices(models, family: str) -> None:
+    core = make_core(models(family), chunked_prefill_size=8)
+    sequences = [request(PROMPT[: 10 + 4 * i], 12, str(i), seed=i) for i in range(5)]
+    finish_all(core, sequences)
+    model = make_model(family)
+    for sequence in sequences:
+        tokens = sequence.known.tolist()
+        assert sequence.routes is not None
+        assert sequence.routed == len(tokens) - 1
+        want = routers_choices(model, tokens)
+        assert agreement(sequence.routes[: sequence.routed], want) == 1.0
+
+
+def test_rows_survive_the_prefix_cache_and_retraction(models) -> None:
+    model = make_model("qwen3_moe")
+    core = make_core(models("qwen3_moe"), max_total_tokens=150, chunked_prefill_size=16)
+    crowd = [request([*PROMPT, i + 40], 20, str(i), seed=i) for i in range(8)]
+    finish_all(core, crowd)
+    assert core.scheduler.retracted > 0
+    warm = request([*crowd[0].known.tolist(), 5], 6, "turn 2", seed=9)
+    finish_all(core, [warm])
+    assert warm.cached is not None
+    for sequence in [*crowd, warm]:
+        assert sequence.routes is not None
+        assert sequence.routed == sequence.length - 1
+        assert agreement(sequence.routes[: sequence.routed], routers_choices(model, sequence.known.tolist())) == 1.0
+
+
+async def test_both_wire_forms_say_the_same(models, serve) -> None:
+    engine = await serve(models("qwen3_moe"))
+    params = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    ask = {"input_ids": PROMPT, "sampling_params": params, "return_routed_experts": True}
+    _, sglang = await engine.post("/generate", ask)
+    flat = np.frombuffer(base64.b64decode(sglang["meta_info"]["routed_experts"]), dtype="<i4")
+    _, narrow = await engine.post("/generate", {**ask, "routed_experts_format": "narrow"})
+    packed = narrow["meta_info"]["routed_experts_packed"]
+    assert packed["dtype"] == "|u1"
+    assert packed["shape"] == [35, 3, 2]
+    ids = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"]).reshape(packed["shape"])
+    assert np.array_equal(flat.reshape(35, 3, 2), ids)
+    result = await engine.client.generate(PROMPT, SamplingParams(max_new_tokens=6, temperature=0.0), routing=True)
+    trace = RoutingTrace.of(result.routing, num_experts=8)
+    assert trace.num_tokens == len(PROMPT) + len(result.output_ids) - 1
+    _, plain = await engine.post("/generate", {**ask, "return_routed_experts": False})
+    assert "routed_experts" not in plain["meta_info"]
+
+
+async def test_a_dense_engine_refuses_to_route(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    with pytest.raises(EngineError, match="no mixture-of-experts layers"):
+        await engine.client.generate(PROMPT, SamplingParams(max_new_tokens=2), routing=True)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_rows_stay_with_the_pass_that_sampled(models, serve, tmp_path: Path, mode: PauseMode) -> None:
+    """After an update, tokens fed before keep the rows of the old weights, also when retraction feeds them again."""
+    engine = await serve(models("qwen3_moe", 0))
+    params = SamplingParams(max_new_tokens=150, ignore_eos=True, seed=1)
+    task = asyncio.create_task(engine.client.generate(PROMPT, params, routing=True))
+    async with asyncio.timeout(30):
+        while engine.core.sampled_tokens < 40:
+            await asyncio.sleep(0.001)
+    await engine.client.pause(mode)
+    update = plan_update(models("qwen3_moe", 1), 1)
+    await engine.client.begin_weight_update("u", update.manifest)
+    for bucket in write_buckets(update, tmp_path, "u", bucket_bytes=1 << 20):
+        await engine.client.load_bucket(bucket)
+    await engine.client.commit_weight_update("u")
+    await engine.client.resume()
+    result = await task
+    assert result.routing.shape == (len(PROMPT) + 149, 3, 2)
+    tokens = [*PROMPT, *result.output_ids.tolist()]
+    # The last token sampled by the old weights was not fed before the update.
+    old_rows = len(PROMPT) + result.version_spans[0].end - 1
+    old = routers_choices(make_model("qwen3_moe", 0), tokens)
+    new = routers_choices(make_model("qwen3_moe", 1), tokens)
+    assert agreement(result.routing[:old_rows], old[:old_rows]) == 1.0
+    assert agreement(result.routing[:old_rows], new[:old_rows]) < 0.9
+    if mode is PauseMode.RETRACT:
+        assert agreement(result.routing[old_rows:], new[old_rows:]) == 1.0
