@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,8 +14,8 @@ BIAS_PREFIX = "rollout/bias/"
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean of a sequence that is not empty."""
-    return sum(values) / len(values)
+    """Arithmetic mean of a sequence that is not empty, independent of its order to the last bit."""
+    return math.fsum(values) / len(values)
 
 
 class _Side:

@@ -137,16 +137,13 @@ class Scheduler:
 
     def set_versions(self, *, engine: int | None = None, next_train: int | None = None) -> None:
         """Note that the engines serve `engine`, or that `next_train` trains the next batch to be collected."""
-        if engine is not None:
-            if engine < self._engine_version:
-                raise InvalidFieldError("engine version", engine, f"versions never go back from {self._engine_version}")
-            self._engine_version = engine
-        if next_train is not None:
-            if next_train < self._next_train_version:
-                raise InvalidFieldError(
-                    "train version", next_train, f"versions never go back from {self._next_train_version}"
-                )
-            self._next_train_version = next_train
+        engine = self._engine_version if engine is None else engine
+        next_train = self._next_train_version if next_train is None else next_train
+        if engine < self._engine_version:
+            raise InvalidFieldError("engine version", engine, f"versions never go back from {self._engine_version}")
+        if next_train < engine:
+            raise InvalidFieldError("train version", next_train, f"the engines already serve {engine}")
+        self._engine_version, self._next_train_version = engine, next_train
 
     def refusal(self, *, buffered_groups: int, tokens_each: int) -> Refusal | None:
         """Why one more group may not start now, or None when it may.

@@ -24,11 +24,13 @@ from miles_contracts import (
     Task,
 )
 from miles_rollout.buffer import Batch, Entry, GroupBuffer
-from miles_rollout.episodes import EpisodeRunner, GroupReward, WorkerConfig
+from miles_rollout.episodes import EpisodeRunner, ErrorPolicy, GroupReward, WorkerConfig
 from miles_rollout.ledger import Fate, Issue, Ledger
 from miles_rollout.metrics import PREFIX
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.tasks import TaskSource
+
+__all__ = ["ErrorPolicy", "GroupReward", "RolloutDiedError", "RolloutWorker", "WorkerConfig", "WorkerState"]
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="worker_state"):
@@ -144,9 +146,10 @@ class RolloutWorker:
         """Wait until nothing is being generated. Groups that wait for room in the buffer do not count."""
         try:
             async with asyncio.timeout(deadline_s):
+                self.check()
                 while self._scheduler.groups_in_flight > len(self._parked):
-                    self.check()
                     await self._changed.wait()
+                    self.check()
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"{self._scheduler.trajectories_in_flight} trajectories in flight",
@@ -268,7 +271,7 @@ class RolloutWorker:
             group = await self._episodes.run(task, issue, member_done=done)
             await self._hand_over(group, self._clock() - started)
         finally:
-            self._parked.pop(issue.prompt_index, None)
+            # A parked group stays parked when the worker is closed, so that `state` still has it.
             self._scheduler.group_done(issue.prompt_index)
 
     def _member_done(self, prompt_index: int) -> None:
@@ -328,6 +331,8 @@ class RolloutWorker:
             async with asyncio.timeout(limit):
                 await self._changed.wait()
         except TimeoutError as error:
+            if self._holds:  # paused meanwhile: no progress is expected
+                return
             flying = self._scheduler.trajectories_in_flight
             raise DeadlineExceededError(
                 f"rollout progress ({flying} trajectories in flight, {len(self._buffer)} groups ready)",

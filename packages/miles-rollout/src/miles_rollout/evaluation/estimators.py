@@ -25,4 +25,4 @@ def mean_at_k(rewards: Sequence[float], k: int) -> float:
     """Mean reward of the first `k` samples."""
     if not 1 <= k <= len(rewards):
         raise InvalidFieldError("mean@k", k, f"there are {len(rewards)} samples")
-    return sum(rewards[:k]) / k
+    return math.fsum(rewards[:k]) / k

@@ -29,23 +29,17 @@ def derive_seed(run_seed: int, prompt_index: int, member: int, attempt: int, tur
 
 
 def status_of(result: GenerateResult, params: SamplingParams) -> Status:
-    """How a generation ended, from the tokens themselves.
+    """How a generation ended, from its tokens first.
 
-    It is truncated when it used all its tokens and its last is no stop token, or when the engine ran into its
-    own length limit earlier. The engine's `stop` is believed only short of the limit, or where stop strings may
-    end a text on its last token.
+    An answer whose last token is a stop token is finished, also where the engine says `length` because that
+    token was the last one allowed. Any other `length` is truncated.
     """
     if result.finish_reason == "abort":
         return Status.ABORTED
-    count = len(result.output_ids)
-    if result.finish_reason == "length":
-        return Status.TRUNCATED
-    if count < params.max_new_tokens or params.stop:
+    ids = result.output_ids
+    if len(ids) and not params.ignore_eos and int(ids[-1]) in params.stop_token_ids:
         return Status.FINISHED
-    known_stops = params.stop_token_ids
-    if known_stops and int(result.output_ids[-1]) not in known_stops:
-        return Status.TRUNCATED
-    return Status.FINISHED
+    return Status.TRUNCATED if result.finish_reason == "length" else Status.FINISHED
 
 
 def single_generation(

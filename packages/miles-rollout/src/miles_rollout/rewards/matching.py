@@ -16,7 +16,7 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]\s?)?[$€£]?"
     r"(?:\\[dt]?frac\{(?P<fn>[+-]?\d+)\}\{(?P<fd>[+-]?\d+)\}"
     r"|(?P<whole>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d*|\.\d+|\d+)"
-    r"(?P<exp>[eE][+-]?\d{1,4})?"
+    r"(?P<exp>[eE][+-]?\d+)?"
     r"(?:\s?/\s?(?P<den>\d+(?:\.\d+)?))?)"
     r"(?P<percent>\s?\\?%)?"
 )
@@ -94,6 +94,12 @@ def extract_number(text: str) -> Fraction | None:
     return None
 
 
+def is_plain_number(text: str) -> bool:
+    """True when `text` is one number and nothing else (white space and dollar signs aside)."""
+    match = _NUMBER.fullmatch(text.strip().strip("$").strip())
+    return match is not None and _value(match) is not None
+
+
 def _answer_parts(text: str) -> list[str]:
     parts = []
     if (boxed := last_boxed(text)) is not None:
@@ -122,7 +128,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    if len(match[0]) > _MAX_DIGITS:
+    if len(match[0]) > _MAX_DIGITS or (match["exp"] and abs(int(match["exp"][1:])) > _MAX_DIGITS):
         return None  # hostile input: exact arithmetic on it would stall the event loop
     if match["fn"] is not None:
         if int(match["fd"]) == 0:
