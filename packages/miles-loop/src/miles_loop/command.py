@@ -74,12 +74,10 @@ def run_command(recipe: Recipe, argv: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except InvalidFieldError as error:
-        sys.stderr.write(f"{recipe.command}: {error}\n")
-        return EXIT_BAD_INPUT
     except MilesError as error:
         sys.stderr.write(f"{recipe.command}: {error}\n")
-        return EXIT_FAILED
+        # Errors about values (a field, a line of a file) are ValueErrors too; the others are about the world.
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
     except BrokenPipeError:
         return EXIT_GOOD
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import hashlib
 import os
+from typing import Any
 
 from aiohttp import web
 
@@ -24,26 +25,33 @@ class FakeEngine:
         self.delay_s = float(os.environ.get("FAKE_TOKEN_S", "0.0005"))
 
     async def generate(self, request: web.Request) -> web.Response:
-        """Sample."""
+        """Sample one continuation, or one of each of a list."""
         body = await request.json()
-        params = body["sampling_params"]
+        if isinstance(body["rid"], list):
+            calls = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
+            return web.json_response(await asyncio.gather(*(self._sample(*call) for call in calls)))
+        return web.json_response(await self._sample(body["rid"], body["input_ids"], body["sampling_params"]))
+
+    async def _sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         seed = params.get("sampling_seed", 0)
         length = 1 + _hash(seed, "length") % params["max_new_tokens"]
+        if "FAKE_EMPTY" in os.environ and _hash(seed, "empty") % 2:
+            length = 0
         await asyncio.sleep(self.delay_s * length)
         await self.running.wait()
         ids = [_hash(seed, self.version, i) % LETTERS for i in range(length)]
         logprobs = [-(_hash(seed, self.version, i, "p") % 1000) / 256 for i in range(length)]
         stop = length < params["max_new_tokens"]
         meta = {
-            "id": body.get("rid", "none"),
-            "prompt_tokens": len(body["input_ids"]),
+            "id": rid,
+            "prompt_tokens": len(prompt),
             "completion_tokens": length,
             "cached_tokens": 0,
             "finish_reason": {"type": "stop" if stop else "length"},
             "weight_version": self.version,
             "output_token_logprobs": [[p, i, None] for p, i in zip(logprobs, ids, strict=True)],
         }
-        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+        return {"text": "", "output_ids": ids, "meta_info": meta}
 
     async def health(self, request: web.Request) -> web.Response:
         """Well."""
@@ -100,6 +108,7 @@ def main() -> None:
             web.post("/begin_weight_update", engine.begin),
             web.post("/end_weight_update", engine.end),
             web.post("/abort_request", engine.health),
+            web.post("/flush_cache", engine.health),
         ]
     )
     web.run_app(app, host=options.host, port=options.port, print=None)

@@ -62,6 +62,7 @@ RECIPE = Recipe(
         "steps": 3,
         "rollout": {"groups_per_step": 2, "group_size": 4, "filter": "none", "sampling": {"max_new_tokens": 8}},
         "evaluation": {"sampling": {"max_new_tokens": 8}},
+        "record": {"plot": False},
         "trainer": {"optimizer": {"lr": 0.01}},
     },
     examples=(("three steps", "miles-toy train --steps 3"),),
