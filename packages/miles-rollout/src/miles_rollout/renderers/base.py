@@ -132,7 +132,11 @@ class BaseRenderer:
         return other
 
     def check_options(self) -> None:
-        """Refuses options that the family cannot follow; families override."""
+        """Refuses options that the family cannot follow.
+
+        Raises:
+            InvalidFieldError: a way of thinking or an effort that the models of the family do not have.
+        """
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; without the tokens that the tokenizer calls special and those that end a turn.
@@ -172,7 +176,10 @@ class DialectRenderer(BaseRenderer):
 
     Attributes:
         models: the models that write so, for people.
+        checked: the independent implementations it was compared with, for people; "" when there was none.
         deviation: where it differs from the published template, and must, to be append-only.
+        thinking_choices: what `RenderOptions.thinking` may be.
+        efforts: what `RenderOptions.reasoning_effort` may be.
         end: the control token that closes an assistant turn, or "" when the next turn's opening does.
         glue: text between `end` and whatever follows.
         stop: further control tokens at which the model stops.
@@ -182,7 +189,10 @@ class DialectRenderer(BaseRenderer):
     """
 
     models: ClassVar[str] = ""
+    checked: ClassVar[str] = ""
     deviation: ClassVar[str] = ""
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True, False)
+    efforts: ClassVar[tuple[str, ...]] = ()
     end: ClassVar[str] = ""
     glue: ClassVar[str] = ""
     stop: ClassVar[tuple[str, ...]] = ()
@@ -204,6 +214,23 @@ class DialectRenderer(BaseRenderer):
                 )
         self._structural = self.structural | self.vocabulary.special
         self.check_options()
+
+    def check_options(self) -> None:
+        """See `BaseRenderer.check_options`."""
+        thinking, effort = self.options.thinking, self.options.reasoning_effort
+        if thinking is not None and thinking not in self.thinking_choices:
+            always = "always" if self.thinking_choices == (True,) else "never"
+            raise InvalidFieldError(
+                "thinking", thinking, f"models of the family {self.name} {always} think; leave it out"
+            )
+        known = self.known_efforts()
+        if effort is not None and effort not in known:
+            must = f"must be one of {', '.join(known)}" if known else "cannot be chosen; leave it out"
+            raise InvalidFieldError("reasoning_effort", effort, f"{must} (family {self.name})")
+
+    def known_efforts(self) -> tuple[str, ...]:
+        """The efforts of this model."""
+        return self.efforts
 
     # -- what a family writes ------------------------------------------------------------------------------------
 

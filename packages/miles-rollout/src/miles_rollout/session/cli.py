@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["verify"]:
         from miles_rollout.renderers import verify  # its conversation suite is not needed to serve
 
-        return verify.main(arguments[1:])
+        return verify.run(arguments[1:])
     parser = make_parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

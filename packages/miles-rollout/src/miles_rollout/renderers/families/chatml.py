@@ -31,8 +31,10 @@ class ChatMLRenderer(DialectRenderer):
     """
 
     name: ClassVar[str] = "chatml"
-    models: ClassVar[str] = "models with plain ChatML, Qwen2.5, Qwen3 Instruct"
+    models: ClassVar[str] = "models with plain ChatML, Qwen3 Instruct 2507"
+    checked: ClassVar[str] = "the published template of Qwen3 Instruct 2507 (as in trl)"
     deviation: ClassVar[str] = "no default system prompt"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (False,)
     default_system: ClassVar[str] = ""
     end: ClassVar[str] = END
     glue: ClassVar[str] = "\n"
@@ -121,5 +123,6 @@ class SmolLM2Renderer(ChatMLRenderer):
 
     name: ClassVar[str] = "smollm2"
     models: ClassVar[str] = "SmolLM2 Instruct"
+    checked: ClassVar[str] = ""
     deviation: ClassVar[str] = "tools written as in Qwen2.5 (the published template has none)"
     default_system: ClassVar[str] = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -8,7 +8,6 @@ from typing import ClassVar
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, InvokeCalls, TaggedSyntax
 from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
-from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.families import deepseek_texts as texts
 from miles_rollout.renderers.jsontext import call_arguments, to_json
 from miles_rollout.renderers.thinking import split_reasoning
@@ -87,6 +86,7 @@ class DeepSeekV32Renderer(DeepSeekRenderer):
 
     name: ClassVar[str] = "deepseek_v3_2"
     models: ClassVar[str] = "DeepSeek V3.2"
+    checked: ClassVar[str] = "the published encoder (as in SGLang)"
     block: ClassVar[str] = "function_calls"
 
     def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
@@ -143,6 +143,8 @@ class DeepSeekV4Renderer(DeepSeekRenderer):
 
     name: ClassVar[str] = "deepseek_v4"
     models: ClassVar[str] = "DeepSeek V4"
+    checked: ClassVar[str] = "the published encoder (as in SGLang)"
+    efforts: ClassVar[tuple[str, ...]] = ("high", "max")
     block: ClassVar[str] = "tool_calls"
 
     def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
@@ -186,12 +188,6 @@ class DeepSeekV4Renderer(DeepSeekRenderer):
         """The opening of the assistant's turn and of its reasoning."""
         out.control(ASSISTANT)
         out.text(self.think)
-
-    def check_options(self) -> None:
-        """Refuses efforts that the model was not trained with."""
-        effort = self.options.reasoning_effort
-        if effort not in (None, "high", "max"):
-            raise RenderError(f"reasoning_effort: {self.name} knows high and max, not {effort!r}")
 
 
 def _in_call_order(messages: Sequence[Message], index: int) -> Message:

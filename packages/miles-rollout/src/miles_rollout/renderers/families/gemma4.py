@@ -27,6 +27,7 @@ class Gemma4Renderer(DialectRenderer):
 
     name: ClassVar[str] = "gemma4"
     models: ClassVar[str] = "Gemma 4"
+    checked: ClassVar[str] = "the published template (as in trl)"
     deviation: ClassVar[str] = "keeps earlier reasoning; text before calls stays there"
     end: ClassVar[str] = END
     glue: ClassVar[str] = "\n"

@@ -30,6 +30,7 @@ class GlmRenderer(DialectRenderer):
 
     name: ClassVar[str] = "glm"
     models: ClassVar[str] = "GLM-4.7, GLM-5, GLM-5.1, GLM-5.2"
+    checked: ClassVar[str] = "another implementation, of GLM-5 (renderers)"
     deviation: ClassVar[str] = "keeps earlier reasoning"
     stop: ClassVar[tuple[str, ...]] = ("<|user|>", "<|observation|>", "<|endoftext|>")
     required: ClassVar[tuple[str, ...]] = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -117,6 +118,7 @@ class Glm45Renderer(GlmRenderer):
 
     name: ClassVar[str] = "glm4_5"
     models: ClassVar[str] = "GLM-4.5, GLM-4.6"
+    checked: ClassVar[str] = "the published template (as in trl)"
     newline: ClassVar[str] = "\n"
     closed_think: ClassVar[str] = "<think></think>"
 

@@ -15,7 +15,6 @@ from miles_rollout.renderers.writer import Writer
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
-EFFORTS = ("low", "medium", "high")
 
 
 class HarmonyRenderer(DialectRenderer):
@@ -29,16 +28,13 @@ class HarmonyRenderer(DialectRenderer):
     name: ClassVar[str] = "gpt_oss"
     models: ClassVar[str] = "gpt-oss 20b, 120b"
     deviation: ClassVar[str] = "keeps earlier analysis, and <|return|> behind earlier answers"
+    checked: ClassVar[str] = "the published template (as in trl)"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True,)
+    efforts: ClassVar[tuple[str, ...]] = ("low", "medium", "high")
     end: ClassVar[str] = RETURN
     stop: ClassVar[tuple[str, ...]] = (CALL,)
     required: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, END, CALL)
     structural: ClassVar[frozenset[str]] = frozenset({START, CHANNEL, MESSAGE, END, RETURN, CALL, "<|constrain|>"})
-
-    def check_options(self) -> None:
-        """Refuses efforts that the model was not trained with."""
-        effort = self.options.reasoning_effort
-        if effort is not None and effort not in EFFORTS:
-            raise RenderError(f"reasoning_effort: {self.name} knows {', '.join(EFFORTS)}, not {effort!r}")
 
     def turn_syntax(self) -> CompletionSyntax:
         """Messages with channels."""

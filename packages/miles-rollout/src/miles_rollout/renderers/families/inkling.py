@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, InklingSyntax
 from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
-from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.jsontext import call_arguments, to_json
 from miles_rollout.renderers.writer import Writer
 
@@ -24,15 +23,11 @@ class InklingRenderer(DialectRenderer):
 
     name: ClassVar[str] = "inkling"
     models: ClassVar[str] = "Inkling, Inkling-Small"
+    checked: ClassVar[str] = "the maker's renderer (tml-renderers)"
+    efforts: ClassVar[tuple[str, ...]] = tuple(EFFORTS)
     end: ClassVar[str] = END_TURN
     required: ClassVar[tuple[str, ...]] = (MODEL, USER, SYSTEM, TOOL, TEXT, THINKING, XML, INVOKE, END_BLOCK)
     structural: ClassVar[frozenset[str]] = frozenset({*required, END_TURN})
-
-    def check_options(self) -> None:
-        """Refuses efforts that the model was not trained with."""
-        effort = self.options.reasoning_effort
-        if effort is not None and effort not in EFFORTS:
-            raise RenderError(f"reasoning_effort: {self.name} knows {', '.join(EFFORTS)}, not {effort!r}")
 
     def turn_syntax(self) -> CompletionSyntax:
         """Blocks."""

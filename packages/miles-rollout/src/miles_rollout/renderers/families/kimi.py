@@ -22,6 +22,7 @@ class Kimi25Renderer(DialectRenderer):
 
     name: ClassVar[str] = "kimi_k2_5"
     models: ClassVar[str] = "Kimi K2.5, Kimi K2.6"
+    checked: ClassVar[str] = "another implementation (renderers)"
     deviation: ClassVar[str] = "keeps earlier reasoning"
     end: ClassVar[str] = END
     stop: ClassVar[tuple[str, ...]] = ("[EOS]",)
@@ -105,6 +106,7 @@ class KimiK2Renderer(Kimi25Renderer):
 
     name: ClassVar[str] = "kimi_k2"
     models: ClassVar[str] = "Kimi K2 Instruct, Kimi K2 Thinking"
+    checked: ClassVar[str] = "another implementation, of K2 Instruct (renderers)"
     default_system: ClassVar[str] = "You are Kimi, an AI assistant created by Moonshot AI."
 
     @property

@@ -34,6 +34,8 @@ class MiniMaxRenderer(DialectRenderer):
 
     name: ClassVar[str] = "minimax_m2"
     models: ClassVar[str] = "MiniMax M2, M2.1, M2.5, M2.7"
+    checked: ClassVar[str] = "another implementation (renderers)"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True,)
     deviation: ClassVar[str] = "keeps earlier reasoning; system message only at the start; always thinks"
     end: ClassVar[str] = END
     glue: ClassVar[str] = "\n"

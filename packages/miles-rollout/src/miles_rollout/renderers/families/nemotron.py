@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, TaggedSyntax, XmlCalls
 from miles_rollout.renderers.base import Tools, require_text
-from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.families.chatml import START, ChatMLRenderer
 from miles_rollout.renderers.families.qwen3 import XML_TOOLS_AFTER, XML_TOOLS_BEFORE
 from miles_rollout.renderers.jsontext import call_arguments, to_json
@@ -25,19 +24,14 @@ class NemotronRenderer(ChatMLRenderer):
 
     name: ClassVar[str] = "nemotron3"
     models: ClassVar[str] = "Nemotron 3 Nano, Super, Ultra"
+    checked: ClassVar[str] = "the published templates (as in trl)"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True, False)
     deviation: ClassVar[str] = "keeps earlier reasoning"
     stop: ClassVar[tuple[str, ...]] = ()
 
     def turn_syntax(self) -> CompletionSyntax:
         """A turn begins inside its reasoning, unless thinking is off."""
         return TaggedSyntax(begins_inside=self.options.thinking is not False, calls=XmlCalls())
-
-    def check_options(self) -> None:
-        """Refuses the switch that is not append-only."""
-        if self.options.reasoning_effort is not None:
-            raise RenderError(
-                f"reasoning_effort: {self.name} puts it into the latest question only, which rewrites history"
-            )
 
     def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
         """The system turn: system text, then the tools."""

@@ -39,6 +39,8 @@ class Qwen3Renderer(ChatMLRenderer):
 
     name: ClassVar[str] = "qwen3"
     models: ClassVar[str] = "Qwen3 (hybrid thinking)"
+    checked: ClassVar[str] = "the published template (as in trl)"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True, False)
     deviation: ClassVar[str] = "keeps earlier reasoning"
     stop: ClassVar[tuple[str, ...]] = ("<|endoftext|>",)
 
@@ -75,6 +77,7 @@ class Qwen3NextRenderer(Qwen3Renderer):
 
     name: ClassVar[str] = "qwen3_next"
     models: ClassVar[str] = "Qwen3-Next, Qwen3 2507 (Thinking and Instruct)"
+    checked: ClassVar[str] = ""
 
     @property
     def thinks(self) -> bool:
@@ -115,6 +118,8 @@ class Qwen35Renderer(ChatMLRenderer):
 
     name: ClassVar[str] = "qwen3_5"
     models: ClassVar[str] = "Qwen3.5, Qwen3.6, Qwen3.8"
+    checked: ClassVar[str] = "the published templates (as in trl)"
+    thinking_choices: ClassVar[tuple[bool, ...]] = (True, False)
     deviation: ClassVar[str] = "keeps earlier reasoning; system message only at the start"
     stop: ClassVar[tuple[str, ...]] = ("<|endoftext|>",)
 
@@ -183,18 +188,15 @@ class Qwen35Renderer(ChatMLRenderer):
         super().write_generation_prompt(out, previous)
         out.text(EMPTY_THINK if self.options.thinking is False else "<think>\n")
 
+    def known_efforts(self) -> tuple[str, ...]:
+        """Those of Qwen3.8; the others have no such switch."""
+        return tuple(_EFFORT) if "reasoning_effort" in (self.folder.chat_template or "") else ()
+
     def _effort_text(self) -> str:
-        """What Qwen3.8 puts first for a reasoning effort; the others have no such switch."""
-        template = self.folder.chat_template or ""
-        if "reasoning_effort" not in template or self.options.thinking is False:
+        """What Qwen3.8 puts first for a reasoning effort."""
+        if not self.known_efforts() or self.options.thinking is False:
             return ""
         return _EFFORT[self.options.reasoning_effort or "xhigh"]
-
-    def check_options(self) -> None:
-        """Refuses efforts that the model was not trained with."""
-        effort = self.options.reasoning_effort
-        if effort is not None and effort not in _EFFORT:
-            raise RenderError(f"reasoning_effort: {self.name} knows {', '.join(_EFFORT)}, not {effort!r}")
 
 
 _EFFORT = {

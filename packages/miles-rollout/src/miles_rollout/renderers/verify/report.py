@@ -68,16 +68,17 @@ class Report:
             (f.conversation, str(f.turns), str(f.tokens), *(f.outcomes.get(c, Outcome.NOT_APPLICABLE) for c in CHECKS))
             for f in self.findings
         ]
-        lines = _aligned([header, *rows])
+        lines = aligned([header, *rows])
         lines += [f"  {f.conversation}: {detail}" for f in self.findings for detail in f.details]
         words = {True: "caught", False: "NOT CAUGHT", None: "- (makes no difference in this family)"}
         lines += ["", "renderers broken on purpose"]
-        lines += _aligned([(name, words[caught]) for name, caught in self.controls.items()])
+        lines += aligned([(name, words[caught]) for name, caught in self.controls.items()])
         failed = sum(f.failed for f in self.findings)
         verdict = "append-only" if self.ok else f"NOT proven append-only: {failed} conversations failed"
         return "\n".join([*lines, "", f"{self.family}: {verdict} ({len(self.findings)} conversations)"]) + "\n"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines with columns of equal width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
