@@ -11,9 +11,10 @@ from aiohttp import ClientSession, web
 from rollout_engines import EngineProcess, until
 from rollout_factories import BytesRenderer, CountingTasks
 
-from miles_contracts import Generate, Group, SamplingParams, Status, wire
+from miles_contracts import Generate, Group, PauseMode, SamplingParams, Status, wire
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.engine_client import EngineClient
+from miles_rollout.evaluation import DedicatedEvaluator, HeldOut, SharedEvaluation
 from miles_rollout.generate import single_turn
 from miles_rollout.router import Router, RouterConfig
 from miles_rollout.scheduler import Scheduler
@@ -275,3 +276,64 @@ async def _session(router: Router, index: int) -> None:
         params = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=index * 100 + turn)
         result = await router.generate(f"session-{index}", history, params)
         history += [int(i) for i in result.output_ids] + [turn + 1, index + 1]
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+async def test_an_update_in_the_middle_shows_in_every_token(
+    clients: list[EngineClient], tiny_model: Path, other_weights: Path, mode: PauseMode
+) -> None:
+    router = Router(clients, version=0)
+    worker = make_worker(router, depth=1, max_new_tokens=400)
+    await worker.start(0)
+    await until(lambda: sum(slot.outstanding for slot in router._table.slots.values()) > 0)
+    await asyncio.sleep(0.2)
+    for client in clients:
+        await client.pause(mode)
+    for client in clients:
+        await client.load_from_disk(other_weights, 1)
+    for client in clients:
+        await client.resume()
+    router.set_version(1)
+    groups = (await worker.collect(4, train_version=1)).groups
+    worker.set_engine_version(1)
+    await worker.quiesce(deadline_s=120)
+    groups += (await worker.collect(4, train_version=2)).groups
+    trajectories = [t for g in groups for t in g]
+    mixed = [t for t in trajectories if t.oldest_version != t.newest_version]
+    assert mixed, "the update came while something was sampled"
+    for t in mixed:
+        assert [s.version for s in t.version_spans] == [0, 1]
+        assert t.version_spans[0].end == t.version_spans[1].start
+    assert not any(t.status is Status.ABORTED for t in trajectories)
+    metrics = worker.metrics()
+    assert metrics["rollout/failed_ratio"] == 0.0
+    assert metrics["rollout/fully_async/generation_span"] > 0
+    await worker.close()
+    for client in clients:
+        await client.load_from_disk(tiny_model, 0)
+
+
+async def test_dedicated_engine_measures_the_snapshot_and_nothing_else(
+    clients: list[EngineClient], tiny_model: Path, other_weights: Path
+) -> None:
+    """The first engine trains on at version 0 while the second measures snapshots."""
+    fleet, own = Router(clients[:1], version=0), Router(clients[1:])
+
+    def held_out(router: Router) -> HeldOut:
+        return HeldOut(name="t", source=CountingTasks(), generate=make_generate(router), prompts=6, samples=2, ks=(2,))
+
+    evaluator = DedicatedEvaluator(engines=clients[1:], router=own, tasks=[held_out(own)])
+    worker = make_worker(fleet, depth=1)
+    await worker.start(0)
+    measured = dict(await evaluator(5, other_weights))
+    assert len((await worker.collect(4, train_version=0)).groups) == 4, "training was not disturbed"
+    assert measured["eval/t/weight_version/mean"] == 5
+    assert measured["eval/t/weight_version/mixed_version_ratio"] == 0
+    # The same weights on the shared engines give the same figures: sampling depends on seeds and weights only.
+    await worker.quiesce(deadline_s=60)
+    await clients[0].load_from_disk(other_weights, 5)
+    point = await SharedEvaluation(worker=worker, tasks=[held_out(fleet)]).run(5)
+    assert {k: point.metrics[k] for k in measured} == measured
+    await worker.close()
+    for client in clients:
+        await client.load_from_disk(tiny_model, 0)

@@ -61,6 +61,8 @@ class DedicatedEvaluator:
         self._router.set_version(version)
         await self._router.check_health()
         metrics = await evaluate(self._tasks, concurrency=self._concurrency, episode_timeout_s=self._timeout)
+        if not any(name.endswith("/reward") for name in metrics):
+            raise EvaluationSkippedError("failed", "not one answer could be scored")
         await self._require(version)
         for name, value in metrics.items():
             if name.endswith("/weight_version/mean") and value != version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from miles_rollout.evaluation.estimators import mean_at_k, pass_at_k
 from miles_rollout.ledger import Issue
 from miles_rollout.metrics import mean
 from miles_rollout.tasks import TaskSource
+
+_log = logging.getLogger(__name__)
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +107,11 @@ def _figures(held_out: HeldOut, groups: list[list[Trajectory]]) -> dict[str, flo
         [t.reward for t in g if t.reward is not None and t.status not in (Status.FAILED, Status.ABORTED)]
         for g in groups
     ]
+    total = len(trajectories)
+    if failed:
+        _log.warning(
+            "%s: %d of %d answers failed; one: %s", held_out.name, len(failed), len(trajectories), failed[0].error
+        )
     total = len(trajectories)
     out: dict[str, float] = {
         "prompts": len(groups),

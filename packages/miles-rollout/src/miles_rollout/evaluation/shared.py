@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from miles_contracts import DeadlineExceededError, EngineError
+from miles_contracts import DeadlineExceededError
 from miles_rollout.evaluation.heldout import HeldOut, evaluate
 from miles_rollout.evaluation.points import EvalPoint
 from miles_rollout.worker import RolloutWorker
@@ -56,10 +56,12 @@ class SharedEvaluation:
             metrics = await evaluate(self._tasks, concurrency=self._concurrency, episode_timeout_s=self._timeout)
         except DeadlineExceededError as error:
             return EvalPoint.skip(version, "busy", str(error))
-        except EngineError as error:
-            return EvalPoint.skip(version, "unhealthy", str(error))
+        except Exception as error:  # noqa: BLE001 - an evaluation that crashes costs a point, never the run
+            return EvalPoint.skip(version, "crashed", f"{type(error).__name__}: {error}")
         finally:
             if self._worker is not None:
                 self._worker.resume_new(_WHY)
+        if not any(name.endswith("/reward") for name in metrics):
+            return EvalPoint.skip(version, "failed", "not one answer could be scored")
         point = EvalPoint(version=version, metrics=metrics)
         return point.with_metrics(version=version, lag_steps=0.0, duration_seconds=self._clock() - started)

@@ -66,6 +66,7 @@ class SnapshotEvaluation:
         self._timeout = timeout_s
         self._clock = clock
         self._running: deque[asyncio.Task[None]] = deque()
+        self._unmeasured: set[Path] = set()
         self._finished: list[EvalPoint] = []
         self._measured: deque[Path] = deque()
         self._turn = asyncio.Lock()
@@ -93,13 +94,16 @@ class SnapshotEvaluation:
             self._finished.append(EvalPoint.skip(version, "export_failed", f"{type(error).__name__}: {error}"))
             return
         exported_s = self._clock() - started
+        self._unmeasured.add(folder)
         self._running.append(asyncio.create_task(self._measure(version, folder, exported_s), name=f"eval-{version}"))
 
     def take_finished(self, *, current_version: int) -> list[EvalPoint]:
         """Points that are done since the last call, with their lag in optimiser updates."""
         self._reap()
         points, self._finished = self._finished, []
-        return [p.with_metrics(lag_steps=float(current_version - p.version)) for p in points]
+        return [
+            p if p.skipped is not None else p.with_metrics(lag_steps=float(current_version - p.version)) for p in points
+        ]
 
     async def drain(self) -> None:
         """Wait for everything outstanding."""
@@ -112,6 +116,9 @@ class SnapshotEvaluation:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+        for folder in self._unmeasured:
+            self._remove(folder)
+        self._unmeasured.clear()
 
     async def _write(self, folder: Path) -> None:
         # The name appears only when the snapshot is whole.
@@ -138,9 +145,6 @@ class SnapshotEvaluation:
             point = EvalPoint.skip(version, "timeout", f"took longer than {self._timeout} s")
         except Exception as error:  # noqa: BLE001 - a crash of foreign code is a skipped point
             point = EvalPoint.skip(version, "crashed", f"{type(error).__name__}: {error}")
-        except asyncio.CancelledError:
-            self._remove(folder)
-            raise
         self._finished.append(
             point.with_metrics(
                 version=float(version),
@@ -148,6 +152,7 @@ class SnapshotEvaluation:
                 duration_seconds=self._clock() - started,
             )
         )
+        self._unmeasured.discard(folder)
         self._measured.append(folder)
         while len(self._measured) > self._keep:
             self._remove(self._measured.popleft())
