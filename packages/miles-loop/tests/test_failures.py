@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Command, alive, children, named_child, records, wait_for, without_clock
+from loop_toy.harness import Command, alive, children, named_child, records, wait_for, without_clock
 
 from miles_loop.checkpoint import list_checkpoints
 
