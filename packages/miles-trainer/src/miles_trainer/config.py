@@ -92,6 +92,7 @@ class AdvantageConfig(_Config):
     """Rewards to advantages."""
 
     estimator: Estimator = Estimator.GRPO
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp` or `reinforce_pp_baseline`."""
     std_normalization: bool = True
     """GRPO only: divide by the group's standard deviation."""
     std: Literal["unbiased", "biased"] = "unbiased"
@@ -104,7 +105,9 @@ class CorrectionConfig(_Config):
     """Corrections for the gap between engine and trainer arithmetic."""
 
     kind: CorrectionKind = CorrectionKind.NONE
+    """`none`, `truncate` (truncated importance sampling) or `pop` (clip-or-pop)."""
     level: Level = Level.TOKEN
+    """Over what the weight is taken: `token`, `sequence` or `geometric`."""
     low: NonNegative = 0.5
     """Lower bound of the band of `pop`."""
     high: Positive = 2.0
@@ -112,7 +115,9 @@ class CorrectionConfig(_Config):
     mask_level: Literal["none", "sequence", "geometric"] = "none"
     """Give whole trajectories outside [`mask_low`, `mask_high`] weight 0."""
     mask_low: NonNegative = 0.5
+    """Lower bound of the band of `mask_level`."""
     mask_high: Positive = 2.0
+    """Upper bound of the band of `mask_level`."""
     veto: Fraction = 0.0
     """A trajectory with any token whose w is below this gets weight 0; 0 turns it off."""
 
@@ -131,7 +136,9 @@ class KlConfig(_Config):
     """Distance to a frozen reference. The reference is loaded only if `coefficient` != 0 or `monitor`."""
 
     coefficient: NonNegative = 0.0
+    """Weight of the divergence in the loss."""
     estimator: KlEstimator = KlEstimator.K3
+    """`k1`, `k2` or `k3`."""
     monitor: bool = False
     """Report `kl_reference` without adding it to the loss."""
     reference_path: Path | None = None
@@ -142,14 +149,17 @@ class ObjectiveConfig(_Config):
     """Loss of a step."""
 
     kind: ObjectiveKind = ObjectiveKind.CLIP
+    """`clip` (PPO's clipped ratio), `gspo`, `cispo` or `sft`. GSPO wants aggregation `trajectory`."""
     clip_low: Fraction = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low (CISPO has no lower bound)."""
     clip_high: Positive = 0.28
-    """The ratio is clipped above at 1 + clip_high (for CISPO the weight is)."""
+    """The ratio is clipped above at 1 + clip_high (for CISPO, the weight)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """For negative advantages the loss is at most this times |advantage|; None is off."""
     old_logprobs: OldLogprobs = OldLogprobs.ENGINE
+    """The denominator of the ratio: `engine`, or `recomputed` (ratio 1; combine with a correction)."""
     aggregation: Aggregation = Aggregation.TOKEN
+    """`token`, `trajectory` or `constant`; denominators count the whole step."""
     aggregation_constant: Positive | None = None
     """Denominator per member for `constant`, usually the maximum response length."""
     entropy_coefficient: float = 0.0
@@ -157,7 +167,9 @@ class ObjectiveConfig(_Config):
     entropy_metric: bool = True
     """Report the entropy although its coefficient is 0."""
     kl: KlConfig = KlConfig()
+    """Distance to a frozen reference model."""
     correction: CorrectionConfig = CorrectionConfig()
+    """What is done about the gap between engine and trainer."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -176,11 +188,13 @@ class ScheduleConfig(_Config):
     """Learning-rate factor as a function of the number of updates made."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The factor rises linearly to 1 over this many updates."""
     total_steps: Annotated[int, Field(gt=0)] | None = None
     """Update at which linear and cosine reach `final_factor`."""
     final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor that linear and cosine end with."""
 
     @model_validator(mode="after")
     def _total(self) -> Self:
@@ -193,13 +207,17 @@ class OptimizerConfig(_Config):
     """AdamW. Master weights and moments are float32 whatever the model's dtype."""
 
     lr: NonNegative = 1e-6
+    """Base learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moment."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.0
     """Decoupled; not applied to tensors of fewer than two dimensions (norms, biases)."""
     max_grad_norm: Positive | None = 1.0
     """Global L2 norm to which gradients are clipped; None turns clipping off."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate factor over updates."""
 
 
 class BatchingConfig(_Config):
@@ -228,10 +246,15 @@ class TrainerConfig(_Config):
     """All of the trainer."""
 
     advantage: AdvantageConfig = AdvantageConfig()
+    """Rewards to advantages."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    """The loss of a step."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
     batching: BatchingConfig = BatchingConfig()
+    """Micro-batches."""
     replay: ReplayConfig = ReplayConfig()
+    """Routing replay of mixtures of experts."""
     device: str = "auto"
     """torch device; auto is cuda when there is one, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

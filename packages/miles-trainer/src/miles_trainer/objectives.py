@@ -101,9 +101,9 @@ def policy_loss(logprobs: Tensor, tokens: Tokens, config: ObjectiveConfig) -> To
         ratio = ratio_of(mean)[tokens.segments]
         loss, hit = clip_loss(ratio, tokens.advantages, config.clip_low, config.clip_high, config.dual_clip)
     elif config.kind is ObjectiveKind.CISPO:
-        # only the weight is clipped, so every token keeps a gradient
+        # only the weight is capped, and only from above, so every token keeps a gradient
         ratio = ratio_of(log_ratio.detach())
-        cap = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+        cap = ratio.clamp(max=1.0 + config.clip_high)
         loss, hit = -cap * tokens.advantages * logprobs, cap != ratio
     else:
         ratio = ratio_of(log_ratio)
