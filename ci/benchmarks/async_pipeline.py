@@ -1,0 +1,268 @@
+"""What running rollout beside training is worth under a heavy tail, and how warm the router keeps prefixes.
+
+    python ci/benchmarks/async_pipeline.py [pipeline] [routing] [--steps 23] [--train-s 0.4] [--json FILE]
+
+pipeline  One engine process; every episode samples from it and then waits for an environment whose delay is Pareto
+          (20 x tail). The trainer is a stand-in that is busy for a fixed time, so that the figures show scheduling
+          and nothing else; after each step the engine is paused, really loads weights and goes on. The same
+          episodes at pipeline depth 0, 1, 4 and fully asynchronous; before them rollout alone and training alone,
+          which bound what any schedule can reach.
+routing   Two engine processes; multi-turn sessions with a common system prompt, placed by affinity and at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from async_workload import EngineProcess, NumberedTasks, delayed_generate, save_model
+
+from miles_contracts import PauseMode, SamplingParams
+from miles_rollout.buffer import GroupBuffer
+from miles_rollout.engine_client import EngineClient
+from miles_rollout.router import Placement, Router, RouterConfig
+from miles_rollout.scheduler import Scheduler
+from miles_rollout.worker import RolloutWorker, WorkerConfig
+
+BATCH, GROUP, WARM = 8, 4, 3
+DEEP = 24
+"""Pipeline depth of the fully asynchronous runs: what is in flight, and not the depth, bounds them."""
+
+
+@dataclass
+class Settings:
+    """One comparison."""
+
+    steps: int
+    train_s: float
+    scale_s: float
+    alpha: float
+    tail: float
+    in_flight: int
+    new_tokens: int
+
+
+@dataclass
+class Result:
+    """Per step after the warm-up, in seconds, shares and optimiser updates."""
+
+    name: str
+    step_s: float
+    trainer_idle: float
+    engine_idle: float
+    avg_staleness: float
+    max_staleness: float
+    trajectories_per_s: float
+
+
+class IdleMeter:
+    """Share of the time in which no turn is outstanding on the engine."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._idle = self._seen = 0
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.004)
+            self._seen += 1
+            self._idle += self._router.metrics()["router/outstanding_tokens"] == 0
+
+    def stop(self) -> float:
+        """The share; ends the meter."""
+        self._task.cancel()
+        return self._idle / max(self._seen, 1)
+
+
+def make_worker(router: Router, settings: Settings, depth: int) -> RolloutWorker:
+    """The real worker over the delayed episodes."""
+    return RolloutWorker(
+        source=NumberedTasks(),
+        generate=delayed_generate(
+            router,
+            scale_s=settings.scale_s,
+            alpha=settings.alpha,
+            tail=settings.tail,
+            max_new_tokens=settings.new_tokens,
+        ),
+        buffer=GroupBuffer(max_groups=2 * BATCH),
+        scheduler=Scheduler(batch_groups=BATCH, group_size=GROUP, depth=depth, max_trajectories=settings.in_flight),
+        config=WorkerConfig(tokens_per_trajectory=settings.new_tokens + 32),
+    )
+
+
+async def update(client: EngineClient, folder: Path, version: int) -> None:
+    """Really change the engine's weights (to the same ones) while requests run."""
+    await client.pause(PauseMode.IN_PLACE)
+    try:
+        await client.load_from_disk(folder, version)
+    finally:
+        await client.resume()
+
+
+async def run(
+    name: str, client: EngineClient, folder: Path, settings: Settings, *, depth: int, train: bool = True
+) -> Result:
+    """`steps` steps of the driver's loop; without training the batches are thrown away as fast as they come."""
+    await client.load_from_disk(folder, 0)
+    await client.flush_cache()
+    router = Router([client])
+    worker = make_worker(router, settings, depth)
+    await worker.start(0)
+    waits: list[float] = []
+    steps: list[float] = []
+    staleness: list[tuple[float, float]] = []
+    meter: IdleMeter | None = None
+    for step in range(settings.steps):
+        if step == WARM:
+            meter = IdleMeter(router)
+        began = time.perf_counter()
+        batch = await worker.collect(BATCH, train_version=step)
+        waits.append(time.perf_counter() - began)
+        worker.confirm(batch.groups)
+        metrics = worker.metrics()
+        staleness.append((metrics["rollout/fully_async/avg_staleness"], metrics["rollout/fully_async/max_staleness"]))
+        if train:
+            await asyncio.sleep(settings.train_s)
+            await update(client, folder, step + 1)
+        worker.set_engine_version(step + 1)
+        steps.append(time.perf_counter() - began)
+    assert meter is not None
+    idle = meter.stop()
+    await worker.close()
+    wall = sum(steps[WARM:])
+    return Result(
+        name=name,
+        step_s=wall / len(steps[WARM:]),
+        trainer_idle=sum(waits[WARM:]) / wall,
+        engine_idle=idle,
+        avg_staleness=statistics.fmean(a for a, _ in staleness[WARM:]),
+        max_staleness=max(m for _, m in staleness[WARM:]),
+        trajectories_per_s=BATCH * GROUP * len(steps[WARM:]) / wall,
+    )
+
+
+async def training_alone(client: EngineClient, folder: Path, settings: Settings) -> float:
+    """Seconds of a step whose batch is always there."""
+    await client.load_from_disk(folder, 0)
+    began = time.perf_counter()
+    for step in range(5):
+        await asyncio.sleep(settings.train_s)
+        await update(client, folder, step + 1)
+    return (time.perf_counter() - began) / 5
+
+
+async def pipeline(client: EngineClient, folder: Path, settings: Settings) -> dict[str, object]:
+    """The whole comparison."""
+    alone = await run("rollout alone", client, folder, settings, depth=DEEP, train=False)
+    training = await training_alone(client, folder, settings)
+    depths = {"depth 0": 0, "depth 1": 1, "depth 4": 4, "fully asynchronous": DEEP}
+    results = [await run(name, client, folder, settings, depth=depth) for name, depth in depths.items()]
+    bound = max(alone.step_s, training)
+    print(
+        f"rollout alone {alone.step_s:.3f} s a step, training alone {training:.3f} s: no schedule beats {bound:.3f} s"
+    )
+    print(f"{'':20}{'s/step':>9}{'of bound':>10}{'trainer idle':>14}{'engine idle':>13}{'staleness avg':>15}{'max':>5}")
+    for r in results:
+        print(
+            f"{r.name:20}{r.step_s:9.3f}{bound / r.step_s:10.1%}{r.trainer_idle:14.1%}{r.engine_idle:13.1%}"
+            f"{r.avg_staleness:15.2f}{r.max_staleness:5.0f}"
+        )
+    return {
+        "settings": asdict(settings),
+        "rollout_alone_s": alone.step_s,
+        "training_alone_s": training,
+        "results": [asdict(r) | {"of_bound": bound / r.step_s} for r in results],
+    }
+
+
+async def session(router: Router, index: int, turns: int) -> None:
+    """A conversation: a system prompt that all share, a task of its own, then answers and observations."""
+    history = [*range(1, 251), *range(1, 71), *[ord(c) + 1 for c in f"task number {index:4d}"]]
+    for turn in range(turns):
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=1000 * index + turn)
+        result = await router.generate(f"session-{index}", history, params)
+        history += [int(i) for i in result.output_ids]
+        history += [ord(c) + 1 for c in f"seen {turn}."]
+
+
+async def routing(clients: Sequence[EngineClient], sessions: int = 32, turns: int = 12) -> dict[str, object]:
+    """Hit rates of both placements on the same conversations."""
+    out: dict[str, object] = {"sessions": sessions, "turns": turns}
+    for placement in Placement:
+        for client in clients:
+            await client.flush_cache()
+        router = Router(clients, config=RouterConfig(placement=placement))
+        began = time.perf_counter()
+        await asyncio.gather(*(session(router, i, turns) for i in range(sessions)))
+        wall = time.perf_counter() - began
+        metrics = router.metrics()
+        rate = metrics["rollout/prefix_cache_hit_rate"]
+        each = [metrics[f"router/engine_{i}/prefix_cache_hit_rate"] for i in range(len(clients))]
+        print(f"{placement:9} prefix-cache hit rate {rate:.2%} ({', '.join(f'{e:.2%}' for e in each)}), {wall:.2f} s")
+        out[placement] = {"hit_rate": rate, "per_engine": each, "wall_s": wall}
+    return out
+
+
+async def measure(parts: Sequence[str], settings: Settings, processes: Sequence[EngineProcess], folder: Path) -> dict:
+    """Run the named parts."""
+    clients = [process.client() for process in processes]
+    try:
+        out: dict[str, object] = {}
+        if "pipeline" in parts:
+            out["pipeline"] = await pipeline(clients[0], folder, settings)
+        if "routing" in parts:
+            out["routing"] = await routing(clients)
+        return out
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["pipeline", "routing"], help="pipeline, routing or both")
+    parser.add_argument("--steps", type=int, default=23)
+    parser.add_argument("--train-s", type=float, default=0.4)
+    parser.add_argument("--scale-s", type=float, default=0.25, help="shortest delay of an environment")
+    parser.add_argument("--alpha", type=float, default=1.5)
+    parser.add_argument("--tail", type=float, default=20.0)
+    parser.add_argument("--in-flight", type=int, default=64, help="trajectories in flight at most")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if unknown := set(given.parts) - {"pipeline", "routing"}:
+        parser.error(f"unknown part {unknown.pop()!r}")
+    settings = Settings(
+        steps=given.steps,
+        train_s=given.train_s,
+        scale_s=given.scale_s,
+        alpha=given.alpha,
+        tail=given.tail,
+        in_flight=given.in_flight,
+        new_tokens=given.new_tokens,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(folder)
+        processes = [EngineProcess(folder) for _ in range(2 if "routing" in given.parts else 1)]
+        try:
+            result = asyncio.run(measure(given.parts, settings, processes, folder))
+        finally:
+            for process in processes:
+                process.end()
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
