@@ -1,8 +1,11 @@
 """Runs a module as a child that cannot outlive its parent: `python -m miles_loop.child FD module [arguments]`.
 
-The parent holds the write end of the pipe whose read end is FD and never writes. When the parent ends, however it
-ends, the pipe closes and the child kills its own process group. Linux tells us by a signal as well, which also
-works while some C code holds the interpreter lock.
+    driver  --- pipe --->  guard (waits for the pipe's end, then kills the group)
+       \\--- starts --->  module (leads the group; whatever it starts is in it)
+
+The driver holds the write end of the pipe and never writes. When the driver ends, however it ends, the pipe ends
+too, and the guard kills the group: the module, what the module has started, and itself. The guard is a process and
+not a thread of the module, so that neither a held interpreter lock nor a crash of the module can stop it.
 """
 
 from __future__ import annotations
@@ -11,43 +14,37 @@ import os
 import runpy
 import signal
 import sys
-import threading
 
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent(fd: int) -> None:
-    parent = os.getppid()
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    threading.Thread(target=_watch, args=(fd,), name="parent-watch", daemon=True).start()
-    if os.getppid() != parent:  # it ended before the signal was armed
-        _kill_group()
+_MAX_DESCRIPTORS = 4096
 
 
-def _watch(fd: int) -> None:
+def _guard(pipe: int) -> None:
+    """Wait for the end of the driver, or of the pipe that it closes when the module has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the module may take its time; the guard stays until it is over
+    # What the module is connected to must see the module's end, which an open copy here would hide.
+    os.closerange(0, pipe)
+    os.closerange(pipe + 1, _MAX_DESCRIPTORS)
     while True:
         try:
-            if not os.read(fd, 1):
+            if not os.read(pipe, 1):
                 break
         except InterruptedError:
             continue
-    _kill_group()
-
-
-def _kill_group() -> None:
-    """The child leads its own session, so the group holds it and whatever it started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Arm the watch, then become the module."""
-    fd, module = int(sys.argv[1]), sys.argv[2]
-    _die_with_parent(fd)
+    """Start the guard, then become the module."""
+    pipe, module = int(sys.argv[1]), sys.argv[2]
+    if os.getpgrp() != os.getpid():
+        raise SystemExit("miles_loop.child must lead its process group")
+    if os.fork() == 0:
+        try:
+            _guard(pipe)
+        finally:
+            os._exit(0)
+    os.close(pipe)
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -91,6 +91,7 @@ class ChildProcess:
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
         """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
+        self.close_pipe()  # of an earlier start: what that one left behind ends now
         read_end, self._pipe = os.pipe()
         self._stopping = False
         try:

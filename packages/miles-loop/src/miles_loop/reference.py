@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel
 
-from miles_loop.arguments import SHORT_NAMES, Flag
+from miles_loop.arguments import SHORT_NAMES, Flag, Parsed, config_for
 from miles_loop.config import RunConfig
 from miles_loop.options import Option, options, section_of
 from miles_loop.recipe import Recipe
@@ -67,26 +68,27 @@ def markdown() -> str:
 
 
 def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag], *, settings: bool = True) -> str:
-    """`--help` of one command of a recipe."""
-    out = [f"usage: {recipe.command} {command} [options]", "", summary, ""]
+    """`--help` of one command of a recipe; the defaults shown are the recipe's."""
+    out = [f"usage: {recipe.command} {command} [options]", "", summary, "", "common options:"]
+    listed: list[Option] = []
     if settings:
-        known = {o.path: o for o in options(RunConfig)}
-        out.append("common options:")
+        plain = config_for(recipe, Parsed({}, {}, ()))
+        listed = [o for o in options(RunConfig, plain) if o.path != "recipe"]
+        known = {o.path: o for o in listed}
         for name, path in SHORT_NAMES.items():
-            option = known[path]
-            out.append(_entry(f"--{name} {_placeholder(option)}", option.description, show_default(option.default)))
-    out += [_entry(f"--{f.name} {f.value}".rstrip(), f.help, "") for f in flags]
+            out += _entry(f"--{name} {_placeholder(known[path])}", known[path].description, known[path].default)
+    for flag in flags:
+        out += _entry(f"--{flag.name} {flag.value}".rstrip(), flag.help)
     if settings:
         for title, items in _presets(recipe):
             out += ["", f"{title} (the first is the default):"]
-            out += [_entry(name, summary, "") for name, summary in items]
+            for name, text in items:
+                out += _entry(name, text)
         out += ["", "all options (in a configuration file: keys of TOML tables):"]
-        listed = options(RunConfig)
         for section, description in sections():
             out += ["", f"  {section or 'run'}: {description}"]
             for option in _own(section, listed):
-                label = f"--{option.path} {_placeholder(option)}"
-                out.append(_entry(label, option.description, show_default(option.default), indent=4))
+                out += _entry(f"--{option.path} {_placeholder(option)}", option.description, option.default)
     if recipe.examples:
         out += ["", "examples:"]
         for comment, line in recipe.examples:
@@ -109,9 +111,12 @@ def _placeholder(option: Option) -> str:
     return kind.replace(" or none", "").replace(" ", "").upper() if "|" not in kind else kind.replace(" ", "")
 
 
-def _entry(label: str, description: str, default: str, indent: int = 2) -> str:
-    import textwrap
-
-    text = f"{description} [default: {default}]" if default else description
-    body = textwrap.fill(text, 110, initial_indent=" " * (indent + 6), subsequent_indent=" " * (indent + 6))
-    return f"{' ' * indent}{label}\n{body}"
+def _entry(label: str, description: str, default: Any = None) -> list[str]:
+    """A label with its text beside it, or below when the label is long."""
+    shown = "" if default is None or default is ... else show_default(default)
+    text = f"{description} [{shown}]" if shown and shown != "empty" else description
+    column = 34
+    lines = textwrap.wrap(text, 116 - column, break_on_hyphens=False) or [""]
+    if len(label) + 4 <= column:
+        return [f"  {label:<{column - 2}}{lines[0]}", *(" " * column + line for line in lines[1:])]
+    return [f"  {label}", *(" " * column + line for line in lines)]

@@ -1,0 +1,158 @@
+"""Children are started with explicit threads, end when they are told to, and never outlive their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop_toy.harness import alive, wait_for
+
+from miles_loop.errors import DiskFullError
+from miles_loop.processes import ChildProcess, ProcessSpec, child_environment
+
+SLEEP = "import time\nprint('hello', flush=True)\ntime.sleep(60)\n"
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of modules that children can run."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "sleeps.py").write_text(SLEEP)
+    (folder / "fails.py").write_text("raise SystemExit('no good')\n")
+    (folder / "stubborn.py").write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
+    parent = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-m', 'stubborn'])\n"
+    (folder / "parent.py").write_text(parent + "print(child.pid, flush=True)\nchild.wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def spec(module: str) -> ProcessSpec:
+    """One thread, no arguments."""
+    return ProcessSpec(name=module, module=module)
+
+
+async def started(module: str, log: Path, says: str = "") -> ChildProcess:
+    """A child that has written something."""
+    process = ChildProcess(spec(module), log)
+    await process.start()
+    while says not in process.tail() or (says and not process.tail()):
+        assert process.running, process.tail()
+        await asyncio.sleep(0.01)
+    return process
+
+
+def test_threads_are_explicit_and_byte_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    environment = child_environment(ProcessSpec(name="x", module="x", threads=3, environment={"A": "b"}))
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
+    assert environment["A"] == "b"
+
+
+async def test_a_stopped_child_has_not_died(tmp_path: Path) -> None:
+    process = await started("sleeps", tmp_path / "log", "hello")
+    died = asyncio.create_task(process.died())
+    await process.stop(5)
+    await asyncio.sleep(0.05)
+    assert not process.running
+    assert not died.done()
+    died.cancel()
+
+
+async def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
+    process = await started("stubborn", tmp_path / "log", "hello")
+    await process.stop(0.1)
+    assert not alive(process.pid)
+
+
+async def test_the_whole_group_ends(tmp_path: Path) -> None:
+    process = await started("parent", tmp_path / "log", "hello")
+    grandchild = int(process.tail().split()[0])
+    await process.stop(0.1)
+    wait_for(lambda: not alive(grandchild), 5)
+
+
+async def test_a_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of an earlier start\n")
+    process = ChildProcess(spec("fails"), tmp_path / "log")
+    await process.start()
+    death = await process.died()
+    assert death.reason == "process_died"
+    assert "process fails ended with status 1" in str(death)
+    assert "| no good" in str(death)
+    assert "earlier" not in str(death)
+    process.close_pipe()
+
+
+async def test_a_killed_child_says_so(tmp_path: Path) -> None:
+    process = await started("sleeps", tmp_path / "log", "hello")
+    os.kill(process.pid, signal.SIGKILL)
+    assert "was killed by SIGKILL (out of memory" in (await process.died()).how
+    process.close_pipe()
+
+
+async def test_a_crash_counts_as_a_death(tmp_path: Path) -> None:
+    process = await started("sleeps", tmp_path / "log", "hello")
+    process.crash()
+    assert (await process.died()).name == "sleeps"
+    process.close_pipe()
+
+
+async def test_a_child_can_be_started_again(tmp_path: Path) -> None:
+    process = await started("sleeps", tmp_path / "log", "hello")
+    first = process.pid
+    process.crash()
+    await process.died()
+    await process.start()
+    assert process.running
+    assert process.pid != first
+    await process.stop(5)
+
+
+async def test_no_room_for_the_log(tmp_path: Path) -> None:
+    process = ChildProcess(spec("sleeps"), Path("/dev/full/log"))
+    with pytest.raises(NotADirectoryError):
+        await process.start()
+    full = ChildProcess(spec("sleeps"), tmp_path / "log")
+
+    class Full:
+        """A log that cannot be opened."""
+
+        def open(self, *_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    full.log = Full()  # type: ignore[assignment]
+    with pytest.raises(DiskFullError):
+        await full.start()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_children_end_with_their_parent_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
+    code = f"""
+import asyncio
+from pathlib import Path
+from miles_loop.processes import ChildProcess, ProcessSpec
+
+async def main():
+    process = ChildProcess(ProcessSpec(name="c", module="parent"), Path({str(tmp_path / "log")!r}))
+    await process.start()
+    while "hello" not in process.tail():
+        await asyncio.sleep(0.01)
+    print(process.pid, process.tail().split()[0], flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(word) for word in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    driver.send_signal(how)
+    driver.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in pids), 10)
