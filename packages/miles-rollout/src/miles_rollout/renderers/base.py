@@ -310,13 +310,21 @@ class DialectRenderer(BaseRenderer):
         self._check(appended, offset=len(history_messages))
         context = [history_messages[-1], *appended]
         out = Writer(self.vocabulary, self._structural, after=history_ids[-1])
-        self.write_close(out, context[0], appended[0] if appended else None)
+        if not self._is_closed(history_ids):
+            self.write_close(out, context[0], appended[0] if appended else None)
         for index in range(1, len(context)):
             self.write_message(out, context, index)
         self.write_generation_prompt(out, context[-1])
         ids = out.ids()
         check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
         return ids
+
+    def _is_closed(self, ids: Sequence[int]) -> bool:
+        """True when a history has the text behind its last end token, because it was rendered and not sampled."""
+        if not self.glue:
+            return False
+        tail = [self.vocabulary.id(self.end), *self.vocabulary.encode(self.glue)]
+        return list(ids[max(len(ids) - len(tail), 0) :]) == tail
 
     def _check(self, messages: Sequence[Message], offset: int = 0) -> None:
         for index, message in enumerate(messages):

