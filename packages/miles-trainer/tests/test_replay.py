@@ -138,7 +138,7 @@ def test_every_recorded_choice_is_used(
         policy.forward(micro)
     assert len(experts) == SHAPES[family][0]
     for index, used in enumerate(experts):
-        np.testing.assert_array_equal(used[rows].numpy(), replayer.ids_of(micro, index))
+        np.testing.assert_array_equal(used[rows].numpy(), replayer.recorded_ids(micro)[index])
 
 
 def own_routes(trainer: Trainer, t: Trajectory) -> RoutingTrace:

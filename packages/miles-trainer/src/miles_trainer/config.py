@@ -246,7 +246,7 @@ class TrainerConfig(_Config):
     """All of the trainer."""
 
     advantage: AdvantageConfig = AdvantageConfig()
-    """Rewards to advantages."""
+    """How rewards become advantages."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """The loss of a step."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -186,36 +186,38 @@ class Replayer:
             num_rows: rows including padding.
             replay: False to only observe.
         """
-        known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
         agreement = torch.zeros((), dtype=torch.float64, device=rows.device)
-        routes: list[Tensor] = []
-        if replay:
-            known[rows] = True
-            for index in range(len(self.routers)):
-                ids = torch.from_numpy(self.ids_of(micro, index).astype(np.int64)).to(rows.device)
-                grid = ids.new_zeros(num_rows, ids.shape[1])
-                grid[rows] = ids
-                routes.append(grid)
-        return RouteUse(known=known, routes=tuple(routes), valid=rows, agreement=agreement)
+        if not replay:
+            known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
+            return RouteUse(known=known, routes=(), valid=rows, agreement=agreement)
+        recorded = torch.from_numpy(self.recorded_ids(micro)).to(rows.device).long()
+        known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
+        known[rows] = True
+        if num_rows != len(rows):
+            grid = recorded.new_zeros(recorded.shape[0], num_rows, recorded.shape[2])
+            grid[:, rows] = recorded
+            recorded = grid
+        return RouteUse(known=known, routes=recorded.unbind(0), valid=rows, agreement=agreement)
 
-    def ids_of(self, micro: MicroBatch, index: int) -> NDArray[Any]:
-        """Recorded ids [N, top_k] of one router for the fed tokens."""
-        parts = []
+    def recorded_ids(self, micro: MicroBatch) -> NDArray[Any]:
+        """Recorded ids [routers, N, top_k] of the fed tokens, int32."""
+        parts: list[NDArray[Any]] = []
         for t, length in zip(micro.trajectories, micro.lengths.tolist(), strict=True):
             trace = t.routing
             columns = self.columns(trace) if trace is not None else None
-            if trace is None or columns is None:
+            if trace is None or columns is None or trace.num_tokens < length:
                 raise InvalidFieldError(f"routing of {describe(t.identity)}", None, "replay needs a complete trace")
-            parts.append(trace.expert_ids[:length, columns[index]])
-        return np.concatenate(parts)
+            rows = trace.expert_ids[:length]
+            parts.append(rows if trace.num_layers == len(columns) else rows[:, columns])
+        return np.ascontiguousarray(np.concatenate(parts).transpose(1, 0, 2)).astype(np.int32)
 
     def recorded_counts(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """How often each router's experts were chosen in a step, float64 [routers, E]; from the traces alone."""
         size = max(r.num_experts for r in self.routers)
         out = np.zeros((len(self.routers), size))
         for micro in micro_batches:
-            for index in range(len(self.routers)):
-                out[index] += np.bincount(self.ids_of(micro, index).reshape(-1), minlength=size)
+            for index, ids in enumerate(self.recorded_ids(micro)):
+                out[index] += np.bincount(ids.reshape(-1), minlength=size)
         return torch.from_numpy(out)
 
     def used_counts(self, use: RouteUse) -> Tensor:
@@ -323,11 +325,12 @@ class _Override(TorchFunctionMode):
                 use.chosen[self.index] = own.indices.detach()
             return own
         recorded = use.routes[self.index]
-        ids = torch.where(use.known[:, None], recorded, own.indices)
+        padded = len(use.valid) != len(use.known)
+        ids = torch.where(use.known[:, None], recorded, own.indices) if padded else recorded
         if first:
             use.chosen[self.index] = ids
-            with torch.no_grad():
-                same = (own.indices[:, :, None] == recorded[:, None, :]).any(-1).double().mean(-1)
-                use.agreement += same[use.known].sum()
-                use.replayed += len(use.valid)
+            # experts of a token are distinct, so counting equal pairs counts common experts
+            same = own.indices[:, :, None] == recorded[:, None, :]
+            use.agreement += (same[use.known] if padded else same).sum() / ids.shape[1]
+            use.replayed += len(use.valid)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
