@@ -26,7 +26,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         finish_reason: `stop` or `length`.
         truncated: a length limit ended it; decided from token counts.
         cached_tokens: prompt tokens found in the engine's prefix cache, None when not said.
-        routing: expert ids [prompt + N - 1, layers, top_k] of every token fed, None when not recorded.
+        routing: expert ids [rows, layers, top_k] of the tokens that were fed for the first time, from the last
+            stored one (which was sampled, but not fed before) to the last but one; None when not recorded.
         request_id: the engine's name for the request.
     """
 

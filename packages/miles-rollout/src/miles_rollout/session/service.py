@@ -227,7 +227,9 @@ class SessionService:
         history = stored.tolist()
         suffix = render_prompt(renderer, plan, history)
         new_ids = np.asarray(suffix, dtype=np.int32)
-        sampled, params = await self._sample(session, np.concatenate((stored, new_ids)), history + suffix, params)
+        sampled, params = await self._sample(
+            session, np.concatenate((stored, new_ids)), history + suffix, len(stored), params
+        )
 
         parsed = renderer.parse(sampled.output_ids.tolist(), tools)
         content, calls = parsed.content, parsed.tool_calls
@@ -269,7 +271,7 @@ class SessionService:
         async with self._turn(session):
             plan, suffix = session.tree.plan_ids(prompt)
             params, overridden = self._sampling(session, request)
-            sampled, params = await self._sample(session, prompt, prompt.tolist(), params)
+            sampled, params = await self._sample(session, prompt, prompt.tolist(), len(prompt) - len(suffix), params)
             node = _commit(session, plan, suffix, sampled, None, params, session.render)
             if overridden:
                 session.count(SessionCounters(sampling_overrides=1))
@@ -308,6 +310,8 @@ class SessionService:
             raise SessionBusyError(
                 "another request of this session is being served; send one at a time, or use a branching session"
             )
+        # Requests that are under way take a place as well: none may be refused after it was sampled.
+        session.tree.check_room(len(session.in_flight))
         session.in_flight.add(task)
         try:
             if alone:
@@ -325,7 +329,7 @@ class SessionService:
             session.last_used = self._clock()
 
     async def _sample(
-        self, session: Session, prompt: NDArray[np.int32], prompt_ids: list[int], params: SamplingParams
+        self, session: Session, prompt: NDArray[np.int32], prompt_ids: list[int], stored: int, params: SamplingParams
     ) -> tuple[Generation, SamplingParams]:
         """Ask the engine; `prompt` and `prompt_ids` are the same ids in the two forms that are needed."""
         params = fit_context(params, len(prompt), self.config.max_context_tokens)
@@ -350,6 +354,7 @@ class SessionService:
             sampled = check(
                 result,
                 prompt_tokens=len(prompt),
+                stored_tokens=stored,
                 budget=params.max_new_tokens,
                 stop_token_ids=frozenset(params.stop_token_ids),
                 request_id=name,

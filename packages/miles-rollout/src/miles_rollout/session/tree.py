@@ -183,7 +183,7 @@ class SessionTree:
             BadRequestError: no ids, or nothing new after the stored prefix.
             HistoryDivergedError, TruncatedTurnError, NodeLimitError: as `plan`.
         """
-        self._check_room()
+        self.check_room()
         if token_ids.shape[0] == 0:
             raise BadRequestError("prompt: give at least one token id", param="prompt")
         best, size = self._deepest_ids(token_ids)
@@ -212,7 +212,7 @@ class SessionTree:
         ), (token_ids[size:])
 
     def _check_request(self, messages: Sequence[Message]) -> None:
-        self._check_room()
+        self.check_room()
         if not messages:
             raise BadRequestError("messages: give at least one message", param="messages")
         if messages[-1].role == "assistant":
@@ -222,10 +222,18 @@ class SessionTree:
                 param="messages",
             )
 
-    def _check_room(self) -> None:
-        if len(self.nodes) >= self._max_nodes:
+    def check_room(self, coming: int = 0) -> None:
+        """Refuse another turn when the session is full.
+
+        Args:
+            coming: turns that are being sampled and will be committed.
+
+        Raises:
+            NodeLimitError: there is no place left.
+        """
+        if len(self.nodes) + coming >= self._max_nodes:
             raise NodeLimitError(
-                f"the session holds {len(self.nodes)} turns, its limit; open a new session or raise max_nodes"
+                f"the session holds {len(self.nodes) + coming} turns, its limit; open a new session or raise max_nodes"
             )
 
     def _finish(
@@ -373,7 +381,7 @@ class SessionTree:
             reply=reply,
             prompt_ids=prompt_ids,
             sampled=msgspec.structs.replace(sampled, routing=None),
-            routing=None if sampled.routing is None else np.array(sampled.routing[max(start - 1, 0) :]),
+            routing=sampled.routing,
             start=start,
             num_messages=(parent.num_messages if parent else 0) + len(plan.appended) + (reply is not None),
             tools=plan.tools,

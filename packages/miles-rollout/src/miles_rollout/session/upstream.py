@@ -15,6 +15,7 @@ from miles_contracts import (
     EngineError,
     EngineUnavailableError,
     GenerateResult,
+    InvalidFieldError,
     SamplingParams,
     VersionSpan,
     narrowest_dtype,
@@ -131,6 +132,7 @@ def check(
     result: GenerateResult,
     *,
     prompt_tokens: int,
+    stored_tokens: int,
     budget: int,
     stop_token_ids: frozenset[int],
     request_id: str,
@@ -142,6 +144,17 @@ def check(
 
     A turn is truncated when the engine says `length`, or when it used its whole budget and does not end with a
     stop token: token counts decide, whatever else the engine or a parser makes of the text.
+
+    Args:
+        result: the answer.
+        prompt_tokens: length of the prompt.
+        stored_tokens: its part that earlier turns hold, routing included.
+        budget: most tokens that were asked for.
+        stop_token_ids: tokens that end a turn.
+        request_id: name of the request.
+        vocab_size: ids are below it, None when not known.
+        routing: expert choices were asked for.
+        num_experts: experts a layer, None when not known.
 
     Raises:
         UpstreamUnavailableError: the engine aborted the request.
@@ -159,6 +172,7 @@ def check(
         raise UpstreamError(f"engine answer: {n} tokens sampled, at most {budget} were asked for")
     if n and (int(ids.min()) < 0 or (vocab_size is not None and int(ids.max()) >= vocab_size)):
         raise UpstreamError(f"engine answer: token ids in [{ids.min()}, {ids.max()}] leave [0, {vocab_size})")
+    first_row = max(stored_tokens - 1, 0)
     whole = n == budget and not (n and int(ids[-1]) in stop_token_ids)
     truncated = result.finish_reason == "length" or whole
     return Generation(
@@ -168,7 +182,7 @@ def check(
         finish_reason="length" if truncated else "stop",
         truncated=truncated,
         cached_tokens=result.cached_tokens,
-        routing=_routing(result.routing, prompt_tokens + n - 1, num_experts) if routing else None,
+        routing=_routing(result.routing, prompt_tokens + n - 1, first_row, num_experts) if routing else None,
         request_id=request_id,
     )
 
@@ -207,17 +221,23 @@ def _spans(spans: tuple[VersionSpan, ...], n: int) -> tuple[VersionSpan, ...]:
     raise UpstreamError(f"engine answer: weight versions of {edges} do not cover the {n} sampled tokens")
 
 
-def _routing(rows: Any, want: int, num_experts: int | None) -> NDArray[Any]:
+def _routing(rows: Any, want: int, first: int, num_experts: int | None) -> NDArray[Any]:
+    """The rows from `first` on, copied, in the narrowest dtype; the rows before belong to earlier turns."""
     if rows is None:
         raise UpstreamError("engine answer: no routing, although it was asked for")
-    array = np.asarray(rows)
-    if array.ndim != 3 or array.shape[0] != want or not np.issubdtype(array.dtype, np.integer):
+    shape = tuple(getattr(rows, "shape", ()))
+    if len(shape) != 3 or shape[0] != want:
         raise UpstreamError(
-            f"engine answer: routing has dtype {array.dtype} and shape {array.shape}, "
-            f"not int [{want} (prompt + sampled - 1), layers, top_k]"
+            f"engine answer: routing has shape {shape}, not [{want} (prompt + sampled - 1), layers, top_k]"
         )
+    try:
+        array = np.asarray(rows[first:])
+    except InvalidFieldError as error:
+        raise UpstreamError(f"engine answer: {error}") from error
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UpstreamError(f"engine answer: routing has dtype {array.dtype}, not int")
     if num_experts is None:
-        return array
+        return array.copy()
     if array.size and (int(array.min()) < 0 or int(array.max()) >= num_experts):
         raise UpstreamError(f"engine answer: expert ids leave [0, {num_experts})")
-    return array.astype(narrowest_dtype(num_experts), copy=False)
+    return array.astype(narrowest_dtype(num_experts))
