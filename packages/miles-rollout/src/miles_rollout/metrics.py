@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from miles_contracts import Group, Status, Trajectory
+from miles_contracts import Group
 
 PREFIX = "rollout/fully_async/"
 FILTER_PREFIX = "rollout/dynamic_filter/drop_"
 BIAS_PREFIX = "rollout/bias/"
+VERSION_PREFIX = "rollout/weight_version/"
+"""Oldest version of each consumed trajectory, and the share of those that more than one version sampled."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -39,6 +41,7 @@ class BufferWindow:
         self._staleness: list[int] = []
         self._waiting_staleness: list[int] = []
         self._unknown_consumed = 0
+        self._versions: list[tuple[int, int]] = []
         self._generation_span: list[int] = []
         self._queue_wait: list[int] = []
         self._publish_lag: list[int] = []
@@ -64,6 +67,9 @@ class BufferWindow:
         self._generation_s.append(generation_s)
         self._queue_s.append(queue_s)
         self._trained.add(group)
+        for t in group:
+            if t.oldest_version is not None and t.newest_version is not None:
+                self._versions.append((t.oldest_version, t.newest_version))
         oldest = group.oldest_version
         if oldest is None:
             self._unknown_consumed += 1
@@ -108,55 +114,15 @@ class BufferWindow:
         ):
             if numbers:
                 out[PREFIX + name] = mean(numbers)
+        if self._versions:
+            oldest = [first for first, _ in self._versions]
+            out[VERSION_PREFIX + "mean"] = mean(oldest)
+            out[VERSION_PREFIX + "min"] = min(oldest)
+            out[VERSION_PREFIX + "max"] = max(oldest)
+            out[VERSION_PREFIX + "mixed_version_ratio"] = mean([first != last for first, last in self._versions])
         for side, data in (("trained", self._trained), ("dropped", self._dropped)):
             if data.lengths:
                 out[f"{BIAS_PREFIX}{side}_length"] = mean(data.lengths)
             if data.rewards:
                 out[f"{BIAS_PREFIX}{side}_reward"] = mean(data.rewards)
         return out
-
-
-def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Figures of one training batch: rewards, lengths, endings, weight versions and prefix cache."""
-    trajectories = [t for g in groups for t in g]
-    if not trajectories:
-        return {}
-    count = len(trajectories)
-    answers = [t.num_sampled for t in trajectories]
-    out: dict[str, float] = {
-        "rollout/groups": len(groups),
-        "rollout/trajectories": count,
-        "rollout/tokens": sum(answers),
-        "rollout/response_length_mean": mean(answers),
-        "rollout/response_length_max": max(answers),
-        "rollout/prompt_length_mean": mean([t.num_tokens - n for t, n in zip(trajectories, answers, strict=True)]),
-        "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
-    }
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    if rewards:
-        out["rollout/reward"] = mean(rewards)
-        out["rollout/reward_max"] = max(rewards)
-    out |= version_metrics(trajectories)
-    turns = [turn for t in trajectories for turn in t.turns if turn.cached_tokens is not None]
-    if prompt := sum(turn.start for turn in turns):
-        out["rollout/batch_prefix_cache_hit_rate"] = sum(turn.cached_tokens or 0 for turn in turns) / prompt
-    extra: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.metrics.items():
-            extra.setdefault(name, []).append(value)
-    return out | {f"rollout/metrics/{name}": mean(values) for name, values in sorted(extra.items())}
-
-
-def version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Which weight versions sampled, over the trajectories that say so, and how many saw more than one."""
-    known = [t for t in trajectories if t.oldest_version is not None]
-    oldest = [t.oldest_version for t in known if t.oldest_version is not None]
-    if not oldest:
-        return {}
-    return {
-        "rollout/weight_version/mean": mean(oldest),
-        "rollout/weight_version/min": min(oldest),
-        "rollout/weight_version/max": max(oldest),
-        "rollout/weight_version/mixed_version_ratio": sum(t.oldest_version != t.newest_version for t in known)
-        / len(known),
-    }

@@ -197,6 +197,16 @@ def test_figures_are_of_consumed_groups_only() -> None:
     assert PREFIX + "avg_staleness" not in empty
 
 
+def test_versions_of_consumed_trajectories() -> None:
+    buffer = GroupBuffer(max_groups=10)
+    members = (trajectory(0, 0, versions=(3, 4)), trajectory(0, 1, versions=(5, 5)))
+    put(buffer, Group(prompt_index=0, size=2, trajectories=members), group(1, version=6))
+    buffer.collect(1, train_version=6, now=0.0)
+    metrics = buffer.metrics()
+    figures = {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("rollout/weight_version/")}
+    assert figures == {"mean": 4.0, "min": 3, "max": 5, "mixed_version_ratio": 0.5}
+
+
 def test_bias_report_compares_dropped_with_trained() -> None:
     buffer = GroupBuffer(max_groups=10, max_staleness=0)
     put(buffer, group(0, version=1, length=2, rewards=(1.0, 1.0)), group(1, version=0, length=8, rewards=(0.0, 0.5)))
