@@ -79,7 +79,7 @@ def test_micro_batch_feeds_up_to_the_last_trained_token(make_trajectory: Make) -
     a = a.replace(loss_mask=mask)
     b = make_trajectory(member=1, total=6, start=3, temperature=0.0)
     micro = build_micro_batch([a, b], np.array([2.0, -1.0]), np.array([0.1, 0.2]))
-    assert micro.lengths.tolist() == [6, 5]
+    assert micro.chunks.length.tolist() == [6, 5]
     assert micro.token_ids.tolist() == [*a.token_ids[:6], *b.token_ids[:5]]
     assert micro.position_ids.tolist() == [*range(6), *range(5)]
     assert micro.sources.tolist() == [3, 4, 5, 6 + 2, 6 + 3, 6 + 4]
@@ -96,7 +96,7 @@ def test_micro_batch_feeds_up_to_the_last_trained_token(make_trajectory: Make) -
 def test_scoring_predicts_every_token_but_the_first(make_trajectory: Make) -> None:
     a, b = make_trajectory(total=4, start=2), make_trajectory(total=1, start=1)
     micro = build_micro_batch([b, a])
-    assert micro.lengths.tolist() == [0, 3]
+    assert micro.chunks.length.tolist() == [0, 3]
     assert micro.targets.tolist() == a.token_ids[1:].tolist()
     assert micro.sources.tolist() == [0, 1, 2]
 

@@ -91,7 +91,7 @@ def test_layout_holds_every_token_once(lengths: list[int]) -> None:
     if total == 0:
         assert layout.rectangles == ()
         return
-    flat = torch.cat([box.gather for box in layout.rectangles])
+    flat = torch.cat([box.queries for box in layout.rectangles])
     assert torch.equal(flat[layout.scatter], torch.arange(total))
     assert sum(box.rows for box in layout.rectangles) == sum(n > 0 for n in lengths)
     assert len(flat) <= total / 0.75 + 1

@@ -1,8 +1,8 @@
 """Packed causal attention: every trajectory attends to itself only, and none pays for another's length.
 
-Linear layers see the packed tokens [1, N]; only inside attention the trajectories are laid out as rows of a
-few rectangles (similar lengths share one), because a block-diagonal mask over N tokens would cost N^2.
-Padding stands at the end of a row, where causality hides it.
+Linear layers see the packed tokens [1, N]; only inside attention they are laid out as rows of a few rectangles
+(similar lengths share one), because a block-diagonal mask over N tokens would cost N^2. Padding stands at the
+end of a row, where causality hides it. A row may have a prefix that other rows attend to as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch import Tensor
 
 NAME = "miles_varlen"
 _WASTE = 0.75
-"""A rectangle holds trajectories at least this fraction of its longest one."""
+"""A rectangle holds chunks at least this fraction of its longest one."""
+_OWN_MASK = 256
+"""Rows up to this width may have a mask each."""
+_NEVER = 1 << 40
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -26,11 +29,45 @@ class UnsupportedAttentionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Rows x width positions; `gather` [rows * width] are indices into the packed tokens."""
+    """Rows of queries, width each, and for every row its keys: a shared prefix, then the row's own tokens.
+
+    Attributes:
+        rows: number of rows.
+        width: queries a row.
+        queries: int64 [rows * width], indices into the packed tokens.
+        keys: int64 [rows * (prefix + width)].
+        prefix: key columns for the prefix; shorter prefixes leave the last of them unused.
+        prefix_lengths: int64 [rows], or [1] when all rows agree.
+        masks: filled on demand, by window.
+    """
 
     rows: int
     width: int
-    gather: Tensor
+    queries: Tensor
+    keys: Tensor
+    prefix: int
+    prefix_lengths: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def plain_causal(self, window: int | None) -> bool:
+        """Whether an ordinary causal mask says it all."""
+        return self.prefix == 0 and (window is None or self.width <= window)
+
+    def allowed(self, window: int | None) -> Tensor:
+        """bool [rows or 1, 1, width, prefix + width]: which keys a query sees."""
+        if window not in self.masks:
+            device = self.queries.device
+            before = self.prefix_lengths[:, None]
+            column = torch.arange(self.prefix, device=device)[None, :]
+            own = before + torch.arange(self.width, device=device)[None, :]
+            # an unused column gets a position after every query
+            place = torch.cat([torch.where(column < before, column, _NEVER).expand(len(before), -1), own], dim=1)
+            distance = own[:, :, None] - place[:, None, :]
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            self.masks[window] = seen[:, None]
+        return self.masks[window]
 
 
 @dataclass(frozen=True)
@@ -38,9 +75,9 @@ class VarlenLayout:
     """How packed tokens map to rectangles and back.
 
     Attributes:
-        rectangles: together they hold every token once (and repeats as padding).
+        rectangles: together they hold every token once as a query (and repeats as padding).
         scatter: int64 [N], where each token's output is in the concatenated rectangles.
-        identity: True when the packed order already is one rectangle without padding.
+        identity: True when the packed order already is one rectangle without padding or prefixes.
         windows: the window each attention call asked for, in order; a probe reads it.
     """
 
@@ -50,28 +87,55 @@ class VarlenLayout:
     windows: list[int | None] = field(default_factory=list)
 
 
-def layout_of(lengths: NDArray[np.int64], device: torch.device) -> VarlenLayout:
-    """Rectangles for trajectories of these lengths, laid end to end in this order."""
+def layout_of(
+    lengths: NDArray[np.int64], device: torch.device, prefix: NDArray[np.int64] | None = None
+) -> VarlenLayout:
+    """Rectangles for chunks of these lengths, laid end to end in this order.
+
+    Args:
+        lengths: int64 [C].
+        device: of the index tensors.
+        prefix: int64 [C], the chunk whose tokens every chunk also attends to, or -1; None when there is none.
+    """
     starts = np.cumsum(lengths) - lengths
-    order = np.argsort(-lengths, kind="stable")
+    before = np.zeros_like(lengths) if prefix is None else np.where(prefix >= 0, lengths[prefix], 0)
+    roots = starts if prefix is None else starts[np.maximum(prefix, 0)]
     scatter = np.empty(int(lengths.sum()), dtype=np.int64)
     rectangles: list[Rectangle] = []
-    base = first = 0
-    while first < len(order) and lengths[order[first]] > 0:
-        width = int(lengths[order[first]])
-        # lengths fall along `order`, so the rows of one rectangle are contiguous there
-        last = first + int(np.count_nonzero(lengths[order[first:]] >= max(1.0, _WASTE * width)))
-        rows = order[first:last]
-        columns = np.arange(width)
+    base = 0
+    left = np.argsort(-lengths, kind="stable")
+    left = left[lengths[left] > 0]
+    while len(left):
+        chosen = _similar(left, lengths, before)
+        rows, left = left[chosen], left[~chosen]
+        width, pad = int(lengths[rows[0]]), int(before[rows].max())
+        columns, prefix_columns = np.arange(width), np.arange(pad)
+        queries = starts[rows, None] + np.minimum(columns[None, :], lengths[rows, None] - 1)
+        # unused prefix columns repeat a token of the row itself
+        used = prefix_columns[None, :] < before[rows, None]
+        shared = np.where(used, roots[rows, None] + prefix_columns[None, :], starts[rows, None])
         inside = columns[None, :] < lengths[rows, None]
-        index = starts[rows, None] + np.minimum(columns[None, :], lengths[rows, None] - 1)
-        places = base + np.arange(len(rows) * width).reshape(len(rows), width)
-        scatter[index[inside]] = places[inside]
-        rectangles.append(Rectangle(len(rows), width, torch.from_numpy(index.reshape(-1)).to(device)))
-        base += len(rows) * width
-        first = last
-    identity = len(rectangles) == 1 and bool(np.array_equal(scatter, np.arange(len(scatter)))) and base == len(scatter)
+        places = base + np.arange(queries.size).reshape(queries.shape)
+        scatter[queries[inside]] = places[inside]
+        own = torch.from_numpy(queries.reshape(-1)).to(device)
+        keys = torch.from_numpy(np.concatenate([shared, queries], axis=1).reshape(-1)).to(device) if pad else own
+        counts = before[rows[:1]] if (before[rows] == before[rows[0]]).all() else before[rows]
+        rectangles.append(Rectangle(len(rows), width, own, keys, pad, torch.from_numpy(counts).to(device)))
+        base += queries.size
+    identity = len(rectangles) == 1 and rectangles[0].prefix == 0 and np.array_equal(scatter, np.arange(base))
     return VarlenLayout(tuple(rectangles), torch.from_numpy(scatter).to(device), identity)
+
+
+def _similar(left: NDArray[np.int64], lengths: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of the chunks `left` (longest first) go into one rectangle with the first of them."""
+    width, prefix = int(lengths[left[0]]), int(before[left[0]])
+    chosen: NDArray[np.bool_] = lengths[left] >= max(1.0, _WASTE * width)
+    if prefix == 0 or width > _OWN_MASK:
+        # rows that agree on the prefix share one mask; a mask for every row is only cheap while rows are short
+        chosen &= before[left] == prefix
+    else:
+        chosen &= (before[left] >= _WASTE * prefix) & (before[left] <= prefix / _WASTE)
+    return chosen
 
 
 def varlen_attention(
@@ -112,8 +176,9 @@ def varlen_attention(
     extras = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     outputs = []
     for box in layout.rectangles:
-        q, k, v = (_rows(x, box, identity=layout.identity) for x in (query, key, value))
-        out = _attend(q, k, v, scaling, window, **extras)
+        q = _rows(query, box.rows, None if layout.identity else box.queries)
+        k, v = (_rows(x, box.rows, None if layout.identity else box.keys) for x in (key, value))
+        out = _attend(q, k, v, box, scaling, window, **extras)
         outputs.append(out.transpose(1, 2).reshape(box.rows * box.width, query.shape[1], value.shape[-1]))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return (flat if layout.identity else flat.index_select(0, layout.scatter))[None], None
@@ -123,6 +188,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    box: Rectangle,
     scaling: float | None,
     window: int | None,
     *,
@@ -130,36 +196,36 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention of one rectangle, [rows, heads, width, Dv]."""
-    width = q.shape[2]
-    mask: Tensor | None = None
-    if (window is not None and width > window) or softcap is not None or sinks is not None:
-        place = torch.arange(width, device=q.device)
-        distance = place[:, None] - place[None, :]
-        mask = (distance >= 0) & (distance < (window if window is not None else width))
     if softcap is None and sinks is None:
+        plain = box.plain_causal(window)
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=None if plain else box.allowed(window),
+            is_causal=plain,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
     scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores.masked_fill(~box.allowed(window), float("-inf"))
     if sinks is not None:
         # a sink takes part in the softmax and gives nothing to the output
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
     weights = torch.softmax(scores.float() if scores.dtype != torch.float64 else scores, dim=-1).to(v.dtype)
-    return weights[..., :width] @ v
+    return weights[..., : k.shape[2]] @ v
 
 
-def _rows(x: Tensor, box: Rectangle, *, identity: bool) -> Tensor:
-    """[1, heads, N, D] to [rows, heads, width, D]."""
+def _rows(x: Tensor, rows: int, gather: Tensor | None) -> Tensor:
+    """[1, heads, N, D] to [rows, heads, columns, D]."""
     tokens = x[0].transpose(0, 1)
-    if not identity:
-        tokens = tokens.index_select(0, box.gather)
-    return tokens.reshape(box.rows, box.width, x.shape[1], x.shape[-1]).transpose(1, 2)
+    if gather is not None:
+        tokens = tokens.index_select(0, gather)
+    return tokens.reshape(rows, -1, x.shape[1], x.shape[-1]).transpose(1, 2)
 
 
 def _refuse_extras(mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -79,6 +79,15 @@ class TorchBackend:
         """Whether micro-batches are padded, which the planner has to know."""
         return self.policy.padded
 
+    @property
+    def can_share(self) -> bool:
+        """Whether micro-batches may hold common prefixes once.
+
+        A load-balancing loss counts every fed token, so there a prompt has to be fed as often as it occurs.
+        """
+        wanted = self.config.batching.share_prefixes and not self.config.replay.aux_loss_coefficient
+        return wanted and self.policy.can_share
+
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Refuse trajectories this model cannot process (InvalidFieldError)."""
         check_trajectories(trajectories, self.policy.vocab_size, self.policy.max_length)
@@ -193,13 +202,13 @@ class TorchBackend:
         self.check(trajectories)
         out = [np.full(t.num_tokens, np.nan, dtype=np.float32) for t in trajectories]
         for indices in plan(trajectories, self.config.batching.max_tokens, padded=self.padded):
-            micro = build_micro_batch([trajectories[i] for i in indices])
+            micro = build_micro_batch([trajectories[i] for i in indices], share=self.can_share)
             if not len(micro.targets):
                 continue
             with torch.no_grad(), self._replayed(micro):
                 logprobs, _ = self.policy.forward(micro)
             values = logprobs.float().cpu().numpy()
-            ends = np.cumsum(micro.lengths)  # a trajectory of T tokens feeds T - 1 and has as many predicted
+            ends = np.cumsum(np.bincount(micro.segments, minlength=len(indices)))
             for index, part in zip(indices, np.split(values, ends[:-1]), strict=True):
                 out[index][1:] = part
         return out

@@ -16,9 +16,30 @@ from numpy.typing import NDArray
 from miles_contracts import InvalidFieldError, Trajectory
 from miles_trainer.config import Aggregation
 from miles_trainer.errors import describe
+from miles_trainer.sharing import common_prefixes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The N fed tokens of a micro-batch as C runs laid end to end.
+
+    A chunk holds tokens `start` .. `start + length - 1` of trajectory `owner`. The first S chunks belong to the
+    S trajectories in order; further ones hold prefixes that several trajectories share.
+
+    Attributes:
+        owner: int64 [C].
+        start: int64 [C], 0 unless the tokens before are a shared prefix.
+        length: int64 [C].
+        prefix: int64 [C], the chunk that holds the tokens before `start`, or -1.
+    """
+
+    owner: Ints
+    start: Ints
+    length: Ints
+    prefix: Ints
 
 
 @dataclass(frozen=True)
@@ -28,10 +49,10 @@ class MicroBatch:
     Of each trajectory only the tokens before its last predicted one are fed; what follows cannot matter.
 
     Attributes:
-        trajectories: the S trajectories in the order of their tokens.
-        lengths: int64 [S] fed tokens of each.
+        trajectories: the S trajectories.
+        chunks: how their tokens are laid out.
         token_ids: int64 [N].
-        position_ids: int64 [N], restarting at 0 with every trajectory.
+        position_ids: int64 [N], position of each token in its own trajectory.
         sources: int64 [P], index into N of the token whose hidden state predicts.
         targets: int64 [P], the predicted ids.
         target_index: int64 [P], index of the predicted token in its own trajectory.
@@ -43,7 +64,7 @@ class MicroBatch:
     """
 
     trajectories: tuple[Trajectory, ...]
-    lengths: Ints
+    chunks: Chunks
     token_ids: Ints
     position_ids: Ints
     sources: Ints
@@ -160,6 +181,8 @@ def build_micro_batch(
     trajectories: Sequence[Trajectory],
     advantages: Floats | None = None,
     weights: Floats | None = None,
+    *,
+    share: bool = False,
 ) -> MicroBatch:
     """Lay trajectories end to end, each up to its last predicted token.
 
@@ -167,6 +190,7 @@ def build_micro_batch(
         trajectories: S trajectories.
         advantages: float64 [S], or None to predict every token but the first (scoring).
         weights: float64 [S], weight of each trained token; goes with `advantages`.
+        share: hold a prefix that trajectories of one prompt have in common only once.
     """
     sizes = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
@@ -179,19 +203,24 @@ def build_micro_batch(
     else:
         predicted = np.flatnonzero(_concat([t.loss_mask for t in trajectories], np.bool_))
     segments = owner[predicted]
-    lengths = np.zeros(len(sizes), dtype=np.int64)
-    lengths[segments] = offsets[predicted]  # the largest offset is written last
-    fed = np.flatnonzero(offsets < lengths[owner])
-    dropped = starts - (np.cumsum(lengths) - lengths)
+    fed = np.zeros(len(sizes), dtype=np.int64)
+    fed[segments] = offsets[predicted]  # the largest offset is written last
+    chunks = _chunks(trajectories, fed, share=share)
+    places = np.cumsum(chunks.length) - chunks.length
+    position_ids = np.arange(int(chunks.length.sum()), dtype=np.int64) + np.repeat(chunks.start - places, chunks.length)
+    # where the hidden state before each predicted token is: in the trajectory's own chunk or in its prefix
+    before = offsets[predicted] - 1
+    own = before >= chunks.start[segments]
+    base = np.where(own, places[segments] - chunks.start[segments], places[chunks.prefix[segments]])
     temperatures = np.array([t.sampling.temperature or 1.0 for t in trajectories])
-    values = np.zeros(len(lengths)) if advantages is None else advantages
-    shares = np.zeros(len(lengths)) if weights is None else weights
+    values = np.zeros(len(sizes)) if advantages is None else advantages
+    shares = np.zeros(len(sizes)) if weights is None else weights
     return MicroBatch(
         trajectories=tuple(trajectories),
-        lengths=lengths,
-        token_ids=token_ids[fed],
-        position_ids=offsets[fed],
-        sources=predicted - 1 - dropped[segments],
+        chunks=chunks,
+        token_ids=token_ids[np.repeat(starts[chunks.owner], chunks.length) + position_ids],
+        position_ids=position_ids,
+        sources=base + before,
         targets=token_ids[predicted],
         target_index=offsets[predicted],
         segments=segments,
@@ -202,11 +231,41 @@ def build_micro_batch(
     )
 
 
+def _chunks(trajectories: Sequence[Trajectory], fed: Ints, *, share: bool) -> Chunks:
+    """One chunk a trajectory, and one for each shared prefix behind them."""
+    own = np.arange(len(fed), dtype=np.int64)
+    if not share:
+        return Chunks(owner=own, start=np.zeros_like(fed), length=fed, prefix=np.full_like(fed, -1))
+    common, leaders = common_prefixes(trajectories, fed)
+    prefixes = np.unique(leaders[common > 0])
+    chunk_of = np.full(len(fed), -1, dtype=np.int64)
+    chunk_of[prefixes] = len(fed) + np.arange(len(prefixes))
+    return Chunks(
+        owner=np.concatenate([own, prefixes]),
+        start=np.concatenate([common, np.zeros_like(prefixes)]),
+        length=np.concatenate([fed - common, common[prefixes]]),
+        prefix=np.concatenate([np.where(common > 0, chunk_of[leaders], -1), np.full_like(prefixes, -1)]),
+    )
+
+
 def _concat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
 
 
 def plan(trajectories: Sequence[Trajectory], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Which trajectories share a micro-batch, as indices."""
+    """Which trajectories share a micro-batch, as indices.
+
+    Packed trajectories of one prompt stay together while they fit, so that they can share it.
+    """
     sizes = [t.num_tokens for t in trajectories]
-    return padded_bins(sizes, max_tokens) if padded else first_fit_decreasing(sizes, max_tokens)
+    if padded:
+        return padded_bins(sizes, max_tokens)
+    families: dict[int, list[int]] = {}
+    for index, t in enumerate(trajectories):
+        families.setdefault(t.identity.prompt_index, []).append(index)
+    units: list[list[int]] = []
+    for members in families.values():
+        whole = sum(sizes[i] for i in members) <= max_tokens
+        units += [members] if whole else [[i] for i in members]
+    bins = first_fit_decreasing([sum(sizes[i] for i in unit) for unit in units], max_tokens)
+    return [[i for unit in b for i in units[unit]] for b in bins]

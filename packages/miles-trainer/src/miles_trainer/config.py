@@ -225,6 +225,8 @@ class BatchingConfig(_Config):
 
     max_tokens: Annotated[int, Field(gt=0)] = 16384
     """Tokens in a micro-batch (padding included); one longer trajectory makes a micro-batch of its own."""
+    share_prefixes: bool = True
+    """Compute a prompt once for all its trajectories in a micro-batch, where the packing allows it."""
     logits_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
     """Bytes of logits that exist at any time."""
     packing: Literal["auto", "varlen", "block_diagonal", "padded"] = "auto"

@@ -139,6 +139,11 @@ class PolicyModel:
         self.plain_head = self._head_is_plain()
 
     @property
+    def can_share(self) -> bool:
+        """True when trajectories of a micro-batch may have a common prefix."""
+        return self.packing is Packing.VARLEN
+
+    @property
     def padded(self) -> bool:
         """True when a micro-batch costs longest x number."""
         return self.packing is Packing.PADDED
@@ -150,8 +155,8 @@ class PolicyModel:
         sources = torch.from_numpy(batch.sources).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
         inverse_temperature = torch.from_numpy(batch.inverse_temperature).to(self.device)
-        inputs = self._inputs(batch.lengths, batch.token_ids, batch.position_ids)
-        positions = token_rows(batch.lengths, self.device)[sources] if self.padded else sources
+        inputs = self._inputs(batch.chunks.length, batch.token_ids, batch.position_ids, batch.chunks.prefix)
+        positions = token_rows(batch.chunks.length, self.device)[sources] if self.padded else sources
         if not self.plain_head:
             if self.padded:
                 logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
@@ -175,9 +180,13 @@ class PolicyModel:
         return getattr(self.model, self.model.base_model_prefix)
 
     def _inputs(
-        self, lengths: NDArray[np.int64], token_ids: NDArray[np.int64], position_ids: NDArray[np.int64]
+        self,
+        lengths: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        position_ids: NDArray[np.int64],
+        prefix: NDArray[np.int64] | None = None,
     ) -> dict[str, Any]:
-        """Model inputs for packed tokens [N] of trajectories with these lengths."""
+        """Model inputs for packed tokens [N] of chunks with these lengths and prefixes."""
         ids = torch.from_numpy(token_ids).to(self.device)
         if self.padded:
             rows = token_rows(lengths, self.device)
@@ -191,7 +200,8 @@ class PolicyModel:
             "position_ids": torch.from_numpy(position_ids).to(self.device)[None],
         }
         if self.packing is Packing.VARLEN:
-            inputs["miles_layout"] = layout_of(lengths, self.device)
+            shared = prefix is not None and bool((prefix >= 0).any())
+            inputs["miles_layout"] = layout_of(lengths, self.device, prefix if shared else None)
         return inputs
 
     def _choose_packing(self, wanted: str) -> None:
@@ -243,7 +253,8 @@ class PolicyModel:
     def input_rows(self, batch: MicroBatch) -> tuple[Tensor, int]:
         """Row of each fed token in the model's flattened input, int64 [N], and the number of rows with padding."""
         if self.padded:
-            return token_rows(batch.lengths, self.device), len(batch.lengths) * int(batch.lengths.max(initial=0))
+            lengths = batch.chunks.length
+            return token_rows(lengths, self.device), len(lengths) * int(lengths.max(initial=0))
         return torch.arange(batch.num_tokens, device=self.device), batch.num_tokens
 
     @torch.no_grad()

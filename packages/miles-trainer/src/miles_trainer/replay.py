@@ -202,12 +202,16 @@ class Replayer:
     def recorded_ids(self, micro: MicroBatch) -> NDArray[Any]:
         """Recorded ids [routers, N, top_k] of the fed tokens, int32."""
         parts: list[NDArray[Any]] = []
-        for t, length in zip(micro.trajectories, micro.lengths.tolist(), strict=True):
+        chunks = micro.chunks
+        for owner, start, length in zip(
+            chunks.owner.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True
+        ):
+            t = micro.trajectories[owner]
             trace = t.routing
             columns = self.columns(trace) if trace is not None else None
-            if trace is None or columns is None or trace.num_tokens < length:
+            if trace is None or columns is None or trace.num_tokens < start + length:
                 raise InvalidFieldError(f"routing of {describe(t.identity)}", None, "replay needs a complete trace")
-            rows = trace.expert_ids[:length]
+            rows = trace.expert_ids[start : start + length]
             parts.append(rows if trace.num_layers == len(columns) else rows[:, columns])
         return np.ascontiguousarray(np.concatenate(parts).transpose(1, 0, 2)).astype(np.int32)
 

@@ -102,7 +102,12 @@ class Trainer:
             counts, credit.members, credit.num_members, objective.aggregation, objective.aggregation_constant
         )
         bins = plan(credit.trajectories, self.config.batching.max_tokens, padded=self.backend.padded)
-        micro = [build_micro_batch([credit.trajectories[i] for i in b], credit.advantages[b], weights[b]) for b in bins]
+        micro = [
+            build_micro_batch(
+                [credit.trajectories[i] for i in b], credit.advantages[b], weights[b], share=self.backend.can_share
+            )
+            for b in bins
+        ]
         return TrainBatch(micro_batches=tuple(micro), num_trained=int(counts.sum()), num_members=credit.num_members)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
@@ -142,7 +147,7 @@ def _credit_metrics(credit: Credit, batch: TrainBatch) -> dict[str, float]:
     rewards = credit.rewards
     return {
         "tokens": float(batch.num_trained),
-        "tokens_total": float(sum(m.num_tokens for m in batch.micro_batches)),
+        "tokens_fed": float(sum(m.num_tokens for m in batch.micro_batches)),
         "trajectories": float(len(credit.trajectories)),
         "members": float(credit.num_members),
         "micro_batches": float(len(batch.micro_batches)),
