@@ -112,6 +112,11 @@ def test_empty_answers_are_trained_around(fast: Command, tmp_path: Path) -> None
     assert all(r["rollout/token_mismatches"] == 0 for r in found)
 
 
+def test_an_agent_that_fails_ends_the_run_with_its_reason(fast: Command, tmp_path: Path) -> None:
+    out = fast.run("train", "--run-dir", tmp_path / "run", "--plain", "--task.agent", "loop_toy.agent:broken", status=1)
+    assert "the sandbox is gone" in out
+
+
 def small_disk(path: Path, kib: int) -> None:
     """Mount a small file system, or skip where that is not allowed."""
     path.mkdir()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from miles_loop.trainer_client import TrainerClient
 from miles_rollout.evaluation import HeldOut, evaluate
 
 T = TypeVar("T")
+_RATE_STEPS = 8
+"""Steps over which the rate of sampling is taken."""
 _BETWEEN_STEPS = "between steps"
 
 
@@ -72,7 +75,7 @@ class Driver:
         self._checkpoint_s: float | None = None
         self._saved_step = self._progress.step
         self._snapshot: LoopState | None = None
-        self._rate_from = (time.monotonic(), 0)
+        self._rate_from: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
 
     def close(self) -> None:
         """Close the record files."""
@@ -104,7 +107,7 @@ class Driver:
             if config.pipeline_depth == 0:
                 await opening
         try:
-            self._rate_from = (time.monotonic(), parts.records.tokens_sampled)
+            self._rate_from.append((time.monotonic(), parts.records.tokens_sampled))
             await parts.rollout.worker.start(start)
             for step in range(start + 1, config.steps + 1):
                 await self._step(step, opening)
@@ -168,10 +171,10 @@ class Driver:
             await self._checkpoint()
 
     def _sampling_rate(self, now: float) -> float:
-        """Tokens sampled per second since the last call: rollout does not keep to the trainer's steps."""
-        then, before = self._rate_from
+        """Tokens sampled per second over the last steps: answers come in lumps that do not keep to the steps."""
         sampled = self._parts.records.tokens_sampled
-        self._rate_from = (now, sampled)
+        then, before = self._rate_from[0]
+        self._rate_from.append((now, sampled))
         return (sampled - before) / max(now - then, 1e-9)
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T:

@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from miles_contracts import InvalidFieldError
 from miles_loop.names import nearest
@@ -103,7 +102,7 @@ def options(model: type[BaseModel], default: BaseModel | None = None, prefix: st
         if section is not None:
             found += options(section, value if isinstance(value, BaseModel) else None, f"{path}.")
         else:
-            leaf = ... if value is PydanticUndefined else value
+            leaf = ... if default is None and field.is_required() else value
             description = " ".join((field.description or "").split())
             found.append(Option(path, field.annotation, leaf, description))
     return found

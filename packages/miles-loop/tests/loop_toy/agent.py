@@ -1,0 +1,33 @@
+"""An agent of two turns, and one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from miles_contracts import AgentResult, SamplingParams, Task
+
+
+async def two_turns(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
+    """Ask, add something, ask again; the reward is the length of what was said."""
+    messages = [m.to_dict() for m in task.messages]
+    said = 0
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {metadata['api_key']}"}) as session:
+        for _ in range(2):
+            body = {"model": "policy", "messages": messages, "max_tokens": 6}
+            async with session.post(f"{base_url}/chat/completions", json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+            choice = answer["choices"][0]
+            said += answer["usage"]["completion_tokens"]
+            if choice["finish_reason"] == "length":
+                break
+            messages += [choice["message"], {"role": "user", "content": "and then?"}]
+    return AgentResult(reward=said / 12, metrics={"said": float(said)})
+
+
+async def broken(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
+    """Fails."""
+    raise RuntimeError("the sandbox is gone")
