@@ -24,14 +24,20 @@ def verify_renderer(renderer: Renderer, *, seed: int = 0, random_count: int = 20
         random_count: how many of them.
     """
     conversations = [*standard_conversations(), *random_conversations(seed, random_count)]
-    findings = tuple(_examine(renderer, conversation) for conversation in conversations)
-    controls: dict[str, bool | None] = {}
-    for name, broken in CONTROLS.items():
-        version = broken(renderer)
-        relevant = [c for c in standard_conversations() if _differs(renderer, version, c)]
-        caught = any(_examine(version, c).failed for c in relevant)
-        controls[name] = caught if relevant else None
+    findings = tuple(examine(renderer, conversation) for conversation in conversations)
+    controls = {name: _is_caught(renderer, broken(renderer)) for name, broken in CONTROLS.items()}
     return Report(family=renderer.family, findings=findings, controls=controls)
+
+
+def _is_caught(renderer: Renderer, version: Renderer) -> bool | None:
+    """True when the checks fail on a broken version; None when it does the same as the renderer everywhere."""
+    caught: bool | None = None
+    for conversation in standard_conversations():
+        if _differs(renderer, version, conversation):
+            caught = examine(version, conversation).failed
+            if caught:
+                break
+    return caught
 
 
 def _differs(renderer: Renderer, version: Renderer, conversation: Conversation) -> bool:
@@ -108,7 +114,8 @@ def _up_to_stop(renderer: Renderer, ids: list[int], begin: int) -> list[int]:
     return ids
 
 
-def _examine(renderer: Renderer, conversation: Conversation) -> Finding:
+def examine(renderer: Renderer, conversation: Conversation) -> Finding:
+    """Tries a renderer on every turn of one conversation."""
     outcomes: dict[str, Outcome] = {}
     details: list[str] = []
     turns = tokens = 0
