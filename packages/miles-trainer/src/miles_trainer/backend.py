@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_contracts import InvalidFieldError, MilesError, Trajectory, WeightManifest
-from miles_trainer import checkpoint, export
+from miles_trainer import checkpoint
 from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
 from miles_trainer.config import ObjectiveKind, TrainerConfig
 from miles_trainer.errors import NonFiniteError, NonFiniteReport, describe
+from miles_trainer.export import Exporter
 from miles_trainer.loss import StepSums, micro_batch_loss
 from miles_trainer.modeling import PolicyModel, load_model
 from miles_trainer.objectives import Tokens
@@ -50,6 +51,7 @@ class TorchBackend:
         self.version = 0
         self._asleep = False
         self._reference: PolicyModel | None = None
+        self._export: Exporter | None = None
         self._adopt(model_path)
 
     def _adopt(self, path: Path) -> None:
@@ -225,12 +227,17 @@ class TorchBackend:
 
     def weight_specs(self, version: int) -> WeightManifest:
         """Manifest of the weights under canonical names, from metadata only."""
-        return export.manifest(self.policy.model, version)
+        return self._exporter().manifest(version)
+
+    def _exporter(self) -> Exporter:
+        if self._export is None or self._export.model is not self.policy.model:
+            self._export = Exporter(self.policy.model)
+        return self._export
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical names and detached tensors, sorted by name; nothing larger than one fused tensor is copied."""
         self._require_awake()
-        return export.stream(self.policy.model)
+        return self._exporter().stream()
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint, atomically (see `checkpoint`)."""

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from miles_contracts import InvalidFieldError
-from miles_trainer import export
 from miles_trainer.errors import CheckpointError
+from miles_trainer.export import Exporter
 from miles_trainer.modeling import quiet_progress
 from miles_trainer.optimizer import MasterAdamW
 
@@ -149,7 +149,7 @@ def _require_same_model(directory: Path, model: Any) -> None:
     for path in sorted((directory / HF).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             there |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    here = {spec.name: spec.shape for spec in export.manifest(model, 0).tensors}
+    here = {spec.name: spec.shape for spec in Exporter(model).specs}
     lines = [
         f"{name}: {here.get(name, 'absent')} here, {there.get(name, 'absent')} in the checkpoint"
         for name in sorted(here.keys() | there.keys())

@@ -43,41 +43,49 @@ def canonical(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
-def manifest(model: nn.Module, version: int) -> WeightManifest:
-    """Names, dtypes and shapes of what `stream` yields, without touching data."""
-    meta = {name: torch.empty_like(t, device="meta") for name, t in live_tensors(model).items()}
-    specs = [
-        TensorSpec(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape))
-        for name, t in canonical(model, meta).items()
-    ]
-    return WeightManifest(version=version, tensors=tuple(sorted(specs, key=lambda s: s.name)))
+class Exporter:
+    """Exports one model again and again; what depends on structure only is worked out once.
+
+    Args:
+        model: a transformers model whose tensors keep their names and shapes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        meta = {name: torch.empty_like(t, device="meta") for name, t in live_tensors(model).items()}
+        whole = canonical(model, meta)
+        self.specs = tuple(
+            TensorSpec(name=name, dtype=str(whole[name].dtype).removeprefix("torch."), shape=tuple(whole[name].shape))
+            for name in sorted(whole)
+        )
+        self.groups = _independent_groups(model, meta, whole)
+
+    def manifest(self, version: int) -> WeightManifest:
+        """Names, dtypes and shapes of what `stream` yields, without touching data."""
+        return WeightManifest(version=version, tensors=self.specs)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, contiguous detached tensor) sorted by name; a group's conversion is dropped after its last tensor."""
+        tensors = live_tensors(self.model)
+        owner = {name: index for index, (_, names) in enumerate(self.groups) for name in names}
+        ready: dict[int, dict[str, Tensor]] = {}
+        for name in sorted(owner):
+            index = owner[name]
+            if index not in ready:
+                ready[index] = canonical(self.model, {source: tensors[source] for source in self.groups[index][0]})
+            yield name, ready[index].pop(name).contiguous()
+            if not ready[index]:
+                del ready[index]
 
 
-def stream(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, contiguous detached tensor) sorted by name; a group's conversion is dropped after its last tensor."""
-    tensors = live_tensors(model)
-    groups = _groups(model, tensors)
-    owner = {name: index for index, (_, names) in enumerate(groups) for name in names}
-    left = [len(names) for _, names in groups]
-    ready: dict[int, dict[str, Tensor]] = {}
-    for name in sorted(owner):
-        index = owner[name]
-        if index not in ready:
-            ready[index] = canonical(model, {source: tensors[source] for source in groups[index][0]})
-        yield name, ready[index].pop(name).contiguous()
-        left[index] -= 1
-        if not left[index]:
-            del ready[index]
-
-
-def _groups(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _independent_groups(
+    model: nn.Module, meta: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """(in-memory names, canonical names) of tensors that convert independently of all others.
 
     A tensor that converts alone to something else than it does among all others needs its neighbours; then all
     tensors of its module convert together, and if that is not enough either, everything does.
     """
-    meta = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
-    whole = canonical(model, meta)
     for partition in (_one_each, _by_module):
         produced = [(sources, canonical(model, {s: meta[s] for s in sources})) for sources in partition(meta)]
         shapes = [(name, t.shape) for _, made in produced for name, t in made.items()]
