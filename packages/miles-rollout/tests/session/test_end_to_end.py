@@ -1,0 +1,162 @@
+"""A real engine process, a real client: tools over several turns, and every id is the engine's.
+
+The model is a two-layer Qwen3 that has learnt one conversation by heart, so that it really calls the tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from session_factories import WEATHER, assistant, call, tool, user, write_tokenizer
+
+from miles_contracts import Trajectory, wire
+from miles_rollout.engine_client import EngineClient
+from miles_rollout.renderers import load_renderer
+from miles_rollout.router import Router
+from miles_rollout.session import Policy, SessionConfig, SessionServer, audit
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+openai = pytest.importorskip("openai")
+aiohttp = pytest.importorskip("aiohttp")
+
+QUESTION = "Weather in Oslo?"
+CALLS = [call("weather", '{"city": "Oslo"}', "")]
+CONVERSATION = [user(QUESTION), assistant(None, calls=CALLS), tool("rain", ""), assistant("It rains.")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("trained")
+    write_tokenizer(folder)
+    renderer = load_renderer(folder, "qwen3")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = transformers.Qwen3Config(
+        vocab_size=renderer.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        eos_token_id=renderer.stop_token_ids[0],
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    ids = torch.tensor([renderer.render(CONVERSATION, [WEATHER], add_generation_prompt=False)])
+    learnt = ids.shape[1] - 150
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(120):
+        logits = model(ids).logits[0, learnt:-1]
+        if bool((logits.argmax(-1) == ids[0, learnt + 1 :]).all()):
+            break
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, ids[0, learnt + 1 :]).backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return folder, model.eval()
+
+
+@pytest.fixture(scope="module")
+def engine_url(trained: tuple[Path, Any]) -> Iterator[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(trained[0]), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("miles-engine ready: "):
+                yield line.split()[2]
+                break
+        process.terminate()
+
+
+def logprobs_of(model: Any, trajectory: Trajectory) -> np.ndarray:
+    """float32 [T], Hugging Face's own log-probs of the ids, NaN at 0."""
+    ids = torch.tensor(trajectory.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        table = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
+    picked = table[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return np.concatenate(([np.nan], picked)).astype(np.float32)
+
+
+async def test_tools_over_several_turns(trained: tuple[Path, Any], engine_url: str) -> None:
+    folder, model = trained
+    renderer = load_renderer(folder, "qwen3")
+    async with EngineClient(engine_url) as engine, SessionServer(Router([engine]), renderer) as server:
+        session = server.service.open()
+        client = openai.AsyncOpenAI(base_url=server.session_url(session.id), api_key="none", max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        settings: dict[str, Any] = {"model": "policy", "tools": [WEATHER], "temperature": 0.0, "max_tokens": 100}
+        first = await client.chat.completions.create(messages=messages, **settings)
+        (asked,) = first.choices[0].message.tool_calls
+        assert json.loads(asked.function.arguments) == {"city": "Oslo"}
+        # The harness spells the arguments its own way; the stored tokens stay.
+        copy = {"id": asked.id, "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+        messages += [
+            {"role": "assistant", "tool_calls": [copy]},
+            {"role": "tool", "content": "rain", "tool_call_id": asked.id},
+        ]
+        second = await client.chat.completions.create(messages=messages, **settings)
+        assert second.choices[0].message.content == "It rains."
+        assert second.usage.prompt_tokens_details.cached_tokens > 0
+        messages += [{"role": "assistant", "content": "It rains."}, {"role": "user", "content": "Thanks"}]
+        stream = await client.chat.completions.create(messages=messages, stream=True, **settings)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        await client.close()
+        async with aiohttp.ClientSession() as http, http.get(f"{server.url}/sessions/{session.id}/trajectories") as got:
+            (trajectory,) = wire.decode(await got.read(), list[Trajectory])
+        counters = session.counters()
+
+    assert len(trajectory.turns) == 3
+    last = trajectory.turns[2]
+    assert text == renderer.parse(trajectory.token_ids[last.start : last.end].tolist(), [WEATHER]).content
+    assert counters.repairs == {"arguments_reserialised": 1}
+    assert audit([trajectory]).mismatches == 0
+    # The ids are those that rendering the whole conversation gives, up to the third reply (which is the model's own).
+    known = [*CONVERSATION, user("Thanks")]
+    assert trajectory.token_ids[: last.start].tolist() == renderer.render(known, [WEATHER])
+    # An engine that sampled these ids gives them these log-probs; so does Hugging Face.
+    want = logprobs_of(model, trajectory)
+    mask = trajectory.loss_mask
+    assert mask.sum() == sum(t.end - t.start for t in trajectory.turns)
+    assert np.abs(trajectory.logprobs[mask] - want[mask]).max() < 1e-3
+    assert {s.version for s in trajectory.version_spans} == {0} or trajectory.has_unknown_version
+
+
+async def test_many_sessions_at_once_on_a_sampling_policy(trained: tuple[Path, Any], engine_url: str) -> None:
+    folder, model = trained
+    renderer = load_renderer(folder, "qwen3")
+    config = SessionConfig(policy=Policy.BRANCHING)
+    async with EngineClient(engine_url) as engine, SessionServer(Router([engine]), renderer, config) as server:
+
+        async def talk(index: int) -> tuple[Trajectory, ...]:
+            session = server.service.open()
+            async with openai.AsyncOpenAI(base_url=server.session_url(session.id), api_key="none") as client:
+                messages: list[Any] = [{"role": "user", "content": f"{QUESTION} {index}"}]
+                for turn in range(3):
+                    answer = await client.chat.completions.create(
+                        model="policy", messages=messages, max_tokens=60, seed=100 * index + turn
+                    )
+                    if answer.choices[0].finish_reason == "length":
+                        messages = [{"role": "user", "content": f"summary {turn}"}]
+                        continue
+                    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+                    messages.append({"role": "user", "content": "and then?"})
+            return server.service.trajectories(session.id)
+
+        found = [t for trajectories in await asyncio.gather(*(talk(i) for i in range(6))) for t in trajectories]
+    assert audit(found).mismatches == 0
+    assert sum(len(t.turns) for t in found) >= 18
+    for trajectory in found:
+        want, mask = logprobs_of(model, trajectory), trajectory.loss_mask
+        assert np.abs(trajectory.logprobs[mask] - want[mask]).max() < 1e-3
