@@ -2,11 +2,11 @@
 
     python ci/benchmarks/render.py [--turns 128] [--tokens 65536] [--model PATH --family F] [--repeats 3] [--json FILE]
 
-One conversation grows to the given length. At every turn the same ids are made in three ways, which
-are compared: the suffix behind the stored history; the family's rendering of the whole; a chat template in Jinja run
-over the whole and encoded. A fourth column is the default family's suffix behind the same template, which renders
-the history as text to prove that the template extends it, and tokenises only what is new. Without --model the tokenizer is a byte-level BPE trained here on the standard library's
-sources, and the template is our own plain ChatML.
+One conversation grows to the given length. At every turn the same ids are made in four ways, which are compared: the
+suffix behind the stored history; the family's rendering of the whole; a chat template in Jinja run over the whole and
+encoded; the default family's suffix behind that template, which renders the history as text to prove that the
+template extends it and tokenises only what is new. Without --model the tokenizer is a byte-level BPE trained here on
+the standard library's sources, and the template is our own plain ChatML.
 """
 
 from __future__ import annotations
