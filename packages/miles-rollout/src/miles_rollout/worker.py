@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,12 +24,14 @@ from miles_contracts import (
     MilesError,
     Task,
 )
-from miles_rollout.buffer import Batch, Entry, GroupBuffer
+from miles_rollout.buffer import Batch, Dropped, Entry, GroupBuffer
 from miles_rollout.episodes import EpisodeRunner, ErrorPolicy, GroupReward, WorkerConfig
 from miles_rollout.ledger import Fate, Issue, Ledger
 from miles_rollout.metrics import PREFIX
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.tasks import TaskSource
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["ErrorPolicy", "GroupReward", "RolloutDiedError", "RolloutWorker", "WorkerConfig", "WorkerState"]
 
@@ -185,7 +188,7 @@ class RolloutWorker:
                     now=self._clock(),
                 )
                 for dropped in batch.stale:
-                    self._window.fates[self._ledger.stale(dropped.group.prompt_index)] += 1
+                    self._settle(self._ledger.stale(dropped.group.prompt_index), dropped)
                 if batch.groups:
                     break
                 if batch.stale:
@@ -299,7 +302,7 @@ class RolloutWorker:
             self._failures_in_a_row = 0
             self._ledger.finished(group.prompt_index)
             return
-        self._window.fates[self._ledger.failed(group.prompt_index)] += 1
+        self._settle(self._ledger.failed(group.prompt_index), dropped)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._config.max_failures_in_a_row:
             raise RolloutDiedError(f"{self._failures_in_a_row} groups in a row failed; the last: {dropped.reason}")
@@ -319,6 +322,13 @@ class RolloutWorker:
             if self._death is not cause:
                 self._death.__cause__ = cause
         self._notify()
+
+    def _settle(self, fate: Fate, dropped: Dropped) -> None:
+        """Count what became of a prompt; one that is given up is also named."""
+        self._window.fates[fate] += 1
+        if fate is Fate.GIVEN_UP:
+            index, attempt = dropped.group.prompt_index, dropped.group.attempt
+            _log.warning("prompt %d is given up after attempt %d: %s", index, attempt, dropped.reason)
 
     def _notify(self) -> None:
         """Wake everybody that waits for a change."""

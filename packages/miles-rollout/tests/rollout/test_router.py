@@ -121,8 +121,8 @@ async def test_a_restarted_engine_is_quarantined_until_it_is_checked() -> None:
     assert router.quarantined == {"http://engine-0": "restarted", "http://engine-2": "new"}
     await router.check_health()
     assert len(router.serving) == 3
-    await router.generate("x", [1], PARAMS)
-    assert len(again.served) == 1
+    await router.generate("x", [1, 2], PARAMS)
+    assert [ids for ids, _ in again.served] == [(1,), (1, 2)], "it had to sample one token first"
 
 
 async def test_turns_wait_for_an_engine_and_give_up_with_the_reasons() -> None:
@@ -166,6 +166,32 @@ async def test_a_refused_request_is_not_issued_again() -> None:
         await router.generate("x", [1], PARAMS)
     assert router.reissued_turns == 0
     assert router.quarantined == {}
+
+
+async def test_an_engine_that_hangs_only_in_sampling_is_struck_out_and_stays_out() -> None:
+    class Stuck(MemoryEngine):
+        async def generate(self, *args, **kwargs):
+            await self.hung.wait()
+            return await super().generate(*args, **kwargs)
+
+        async def _alive(self) -> None:
+            """Health checks are answered all the time."""
+
+    stuck = Stuck("http://engine-0")
+    stuck.hung.clear()
+    router = Router([stuck], version=0, config=RouterConfig(turn_deadline_s=0.01, health_deadline_s=0.05, strikes=2))
+    for _ in range(2):
+        await router.check_health()
+        assert router.quarantined == {}
+        with pytest.raises(DeadlineExceededError):
+            await router.generate("x", [1], PARAMS)
+    assert "2 failures in a row" in router.quarantined[stuck.url]
+    await router.check_health()
+    assert "health check" in router.quarantined[stuck.url], "it answers, but it does not sample"
+    stuck.hung.set()
+    await router.check_health()
+    assert router.quarantined == {}
+    await router.close()
 
 
 async def test_reissues_are_bounded() -> None:

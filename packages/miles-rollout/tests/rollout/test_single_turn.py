@@ -178,7 +178,26 @@ async def test_an_answer_that_contradicts_itself_is_refused(answer: GenerateResu
         await run(answer)
 
 
+async def test_a_large_group_is_spread_over_the_engines() -> None:
+    engines = [Scripted(f"http://e{i}") for i in range(2)]
+    for engine in engines:
+        engine.answer = result()
+    generate = single_turn(
+        renderer=BytesRenderer(),
+        router=Router(engines),
+        reward=None,
+        sampling=SamplingParams(max_new_tokens=8),
+        run_seed=1,
+        siblings=3,
+    )
+    for member in range(12):
+        await generate(TASK, member, 0)
+    assert [len(e.served) for e in engines] == [6, 6]
+
+
 async def test_bad_options_are_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="siblings"):
+        await run(result(), siblings=0)
     with pytest.raises(InvalidFieldError, match="max_tokens"):
         await run(result(), max_tokens=1)
 

@@ -171,7 +171,7 @@ async def test_a_failed_member_fails_its_group_and_is_counted() -> None:
     await worker.close()
 
 
-async def test_failed_prompts_are_retried_with_new_attempts_and_then_given_up() -> None:
+async def test_failed_prompts_are_retried_with_new_attempts_and_then_given_up(caplog) -> None:
     async def fail(prompt: int, _: int, attempt: int) -> None:
         if prompt == 1 or (prompt == 0 and attempt == 0):
             raise ValueError("no")
@@ -185,6 +185,7 @@ async def test_failed_prompts_are_retried_with_new_attempts_and_then_given_up() 
     metrics = worker.metrics()
     assert metrics[PREFIX + "retries"] == 3
     assert metrics[PREFIX + "given_up_prompts"] == 1
+    assert "prompt 1 is given up after attempt 2: ValueError: no" in caplog.text
     await worker.close()
 
 

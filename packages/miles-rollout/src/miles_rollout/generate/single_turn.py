@@ -40,12 +40,13 @@ def single_turn(
     num_experts: int | None = None,
     keep_text: bool = True,
     session: str = "prompt",
+    siblings: int = 8,
 ) -> Generate:
     """A Generate that asks the router once and scores the answer.
 
     Args:
         renderer: renders the messages and decodes the answer.
-        router: samples. Members of a group share a key, so that they share their prompt's cache.
+        router: samples. `siblings` members of a group share a key, so that they share their prompt's cache.
         reward: None leaves trajectories unscored (for a group reward).
         sampling: its `seed` is replaced by one derived from run, prompt, member and attempt.
         run_seed: see `derive_seed`.
@@ -55,6 +56,7 @@ def single_turn(
         num_experts: experts per layer of the served model.
         keep_text: put the decoded answer into `metadata["response"]`, for people.
         session: prefix of the router's session keys; give evaluation its own.
+        siblings: members of a group that go to the same engine; more would leave other engines idle.
 
     A trajectory whose reward fails is FAILED with the reason. The engine's errors are raised.
     """
@@ -62,6 +64,8 @@ def single_turn(
         raise InvalidFieldError("num_experts", None, "routing needs the number of experts of the model")
     if max_tokens is not None and max_tokens < 2:
         raise InvalidFieldError("max_tokens", max_tokens, "leave room for a prompt and an answer")
+    if siblings < 1:
+        raise InvalidFieldError("siblings", siblings, "use a value >= 1")
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
 
     async def generate(task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
@@ -72,7 +76,9 @@ def single_turn(
             stop_token_ids=stops,
             seed=derive_seed(run_seed, task.prompt_index, member, attempt),
         )
-        result = await router.generate(f"{session}-{task.prompt_index}", prompt_ids, params, routing=routing)
+        result = await router.generate(
+            f"{session}-{task.prompt_index}-{member // siblings}", prompt_ids, params, routing=routing
+        )
         trajectory = single_generation(
             identity=TrajectoryIdentity(prompt_index=task.prompt_index, member=member, attempt=attempt),
             prompt_ids=prompt_ids,

@@ -1,8 +1,8 @@
 """The router sends each turn to an engine, and sends it to another when that one dies.
 
 An engine that dies, hangs or keeps failing is quarantined: its in-flight turns are issued again elsewhere, and it
-serves again only after it is healthy and reports the current weight version. A turn that is issued again keeps its
-seed, so the session loses time and nothing else.
+serves again only after it is healthy, reports the current weight version and samples one token. A turn that is
+issued again keeps its seed, so the session loses time and nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +29,7 @@ from miles_rollout.router.table import Placement, RouterTable
 
 _log = logging.getLogger(__name__)
 _RETRIED_STATUS = (408, 429)
+_CANARY = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 class RouterConfig(BaseModel):
@@ -38,7 +40,7 @@ class RouterConfig(BaseModel):
     placement: Placement = Field(default=Placement.AFFINITY, description="How turns find their engine.")
     max_sessions: int = Field(default=100_000, ge=1, description="Sessions remembered for affinity.")
     max_reissues: int = Field(default=3, ge=0, description="Times one turn is issued again after an engine failed.")
-    strikes: int = Field(default=3, ge=1, description="Failed answers in a row that quarantine an engine.")
+    strikes: int = Field(default=3, ge=1, description="Failed or overdue turns in a row that quarantine an engine.")
     health_interval_s: float = Field(default=2.0, gt=0, description="Seconds between rounds of health checks.")
     health_deadline_s: float = Field(default=5.0, gt=0, description="Seconds an engine has to answer a health check.")
     health_misses: int = Field(default=2, ge=1, description="Missed health checks in a row that quarantine an engine.")
@@ -163,6 +165,10 @@ class Router:
             name = await self._place(key, tokens, avoid)
             try:
                 result = await self._turn(name, input_ids, params, routing)
+            except DeadlineExceededError as error:
+                # Not issued again: the turn may just be long. An engine that only ever hangs is struck out.
+                self._strike(name, str(error))
+                raise
             except EngineError as error:
                 self._failed(name, error)
                 if issue == self._config.max_reissues:
@@ -238,9 +244,12 @@ class Router:
             return
         if error.status is not None and 400 <= error.status < 500 and error.status not in _RETRIED_STATUS:
             raise error
+        self._strike(name, error.reason)
+
+    def _strike(self, name: str, reason: str) -> None:
         self._strikes[name] += 1
         if self._strikes[name] >= self._config.strikes:
-            self.quarantine(name, f"{self._strikes[name]} failures in a row, the last: {error.reason}")
+            self.quarantine(name, f"{self._strikes[name]} failures in a row, the last: {reason}")
 
     def _abort(self, engine: Engine, request_id: str) -> None:
         """Tell an engine, in the background, that nobody waits for a request any more."""
@@ -261,28 +270,45 @@ class Router:
 
     async def _probe(self, name: str) -> None:
         engine, wanted = self._engines[name], self._version
-        version: int | None = None
         try:
             async with asyncio.timeout(self._config.health_deadline_s):
-                problem = None if await engine.healthy() else "it says that it is not healthy"
-                version = await engine.weight_version() if problem is None else None
+                problem = await self._problem(engine, wanted, canary=self._table.slots[name].quarantine is not None)
         except TimeoutError:
-            problem = f"no answer to a health check within {self._config.health_deadline_s:g} s"
+            problem = _Problem(f"no answer to a health check within {self._config.health_deadline_s:g} s")
         except EngineError as error:
-            problem = error.reason
+            problem = _Problem(error.reason)
         if self._engines[name] is not engine:
             return  # replaced while the probe was under way
         if problem is not None:
             self._misses[name] += 1
-            if self._misses[name] >= self._config.health_misses or self._table.slots[name].quarantine is not None:
-                self.quarantine(name, problem)
+            misses = self._misses[name] >= self._config.health_misses
+            if problem.final or misses or self._table.slots[name].quarantine is not None:
+                self.quarantine(name, problem.reason)
             return
         self._misses[name] = 0
-        # A version above `wanted` is the next update, already committed on this engine.
-        if wanted is not None and (version is None or version < wanted):
-            self.quarantine(name, f"it serves version {version}, the current one is {wanted}")
-        elif self._table.admit(name):
+        if self._table.admit(name):
             _log.warning("engine %s serves again", name)
             self._strikes[name] = 0
             self._lost[name].clear()
             self._serving.set()
+
+    @staticmethod
+    async def _problem(engine: Engine, wanted: int | None, *, canary: bool) -> _Problem | None:
+        """Why an engine may not serve, None when it may. A canary is one token, sampled."""
+        if not await engine.healthy():
+            return _Problem("it says that it is not healthy")
+        version = await engine.weight_version()
+        # A version above `wanted` is the next update, already committed on this engine.
+        if wanted is not None and (version is None or version < wanted):
+            return _Problem(f"it serves version {version}, the current one is {wanted}", final=True)
+        if canary and len((await engine.generate([1], _CANARY)).output_ids) != 1:
+            return _Problem("it does not sample")
+        return None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What a health check found; a final problem needs no second miss."""
+
+    reason: str
+    final: bool = False
