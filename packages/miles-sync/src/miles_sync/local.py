@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from miles_contracts import ShmBucket, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
-from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
+from miles_contracts import ShmBucket, ShmTensor, WeightManifest, WeightUpdateError
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from miles_sync.export import CheckedExport
+from miles_sync.filling import fill_bucket
 from miles_sync.segments import Segment, SegmentPool
 from miles_sync.staging import Receiver
-from miles_sync.tensors import Bytes, fetch_with_digest
+from miles_sync.tensors import Bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -77,35 +78,17 @@ class LocalSender:
             self._make_room(update_id)
             segment = self._pool.take(bucket.num_bytes)
             live[bucket.index] = segment
-            placed, part_of = self._write(bucket, segment, source)
+            placed, part_of, part_start = fill_bucket(bucket, segment.array, source, digests=self._digests)
             yield ShmBucket(
                 path=str(segment.path),
                 num_bytes=bucket.num_bytes,
-                tensors=tuple(placed),
+                tensors=placed,
                 update_id=update_id,
                 index=bucket.index,
                 part_of=part_of,
-                part_start=bucket.pieces[0].start if part_of is not None else 0,
+                part_start=part_start,
             )
         source.finish()
-
-    def _write(
-        self, bucket: Bucket, segment: Segment, source: CheckedExport
-    ) -> tuple[list[ShmTensor], TensorSpec | None]:
-        placed: list[ShmTensor] = []
-        part_of: TensorSpec | None = None
-        for piece in bucket.pieces:
-            data = source.bytes_of(piece.spec)
-            target = segment.array[piece.offset : piece.offset + piece.num_bytes]
-            digest = fetch_with_digest(data[piece.start : piece.start + piece.num_bytes], target, digests=self._digests)
-            name, dtype, shape = piece.spec.name, piece.spec.dtype, piece.spec.shape
-            if not piece.whole:
-                whole = source.whole_digest(piece.spec) if self._digests else None
-                part_of = TensorSpec(name=name, dtype=dtype, shape=shape, digest=whole)
-                dtype, shape = "uint8", (piece.num_bytes,)
-            spec = TensorSpec(name=name, dtype=dtype, shape=shape, digest=digest)
-            placed.append(ShmTensor(spec=spec, offset=piece.offset))
-        return placed, part_of
 
     def acknowledge(self, update_id: str, index: int) -> None:
         """Every receiver has this bucket: its segment may go. Unknown buckets are ignored (a repeated call)."""

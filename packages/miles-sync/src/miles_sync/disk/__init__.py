@@ -5,10 +5,15 @@ from miles_sync.disk.publication import Publication
 from miles_sync.disk.publisher import DeltaPublisher, PublishReport
 from miles_sync.disk.store import FolderStore, Store
 from miles_sync.disk.subscriber import DeltaSubscriber, PullReport
+from miles_sync.disk.transport import DiskBucket, DiskEngine, DiskReceiver, DiskSender
 
 __all__ = [
     "DeltaPublisher",
     "DeltaSubscriber",
+    "DiskBucket",
+    "DiskEngine",
+    "DiskReceiver",
+    "DiskSender",
     "Encoding",
     "FolderStore",
     "Publication",

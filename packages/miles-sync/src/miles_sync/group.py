@@ -1,0 +1,137 @@
+"""Groups of processes for collectives: opened per fleet, bounded in time, given up as a whole.
+
+A collective cannot be taken back: a rank that has entered it waits for the others. So collectives run on a thread of
+their own while the control plane keeps its deadlines, and a group with an unfinished collective is abandoned and
+replaced by one with another name.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from miles_contracts import DeadlineExceededError, InvalidFieldError
+
+
+class Group(Protocol):
+    """What the transports need of a communicator."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` on every rank with the root's; returns when this rank's part is done."""
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start sending to a rank; the result waits for it."""
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start receiving from a rank; the result waits for it."""
+
+    def close(self) -> None:
+        """Give the group up, finished or not."""
+
+
+class Meeting:
+    """Where the ranks of groups find each other: one key-value server, started by the owner.
+
+    Args:
+        host, port: of the server; port 0 picks a free one (see `port`).
+        owner: True in the process that serves it.
+        timeout_s: for every wait on it.
+
+    Raises:
+        DeadlineExceededError: the server cannot be reached in time.
+    """
+
+    def __init__(self, host: str, port: int, *, owner: bool, timeout_s: float) -> None:
+        self.host, self.timeout_s = host, timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, is_master=owner, timeout=timeout, wait_for_workers=False
+            )
+        except dist.DistError as error:
+            remedy = "is the trainer up, and the address reachable from here?"
+            raise DeadlineExceededError(f"the meeting point {host}:{port}", timeout_s, remedy) from error
+        self.port: int = self._store.port
+
+    def open(self, name: str, rank: int, size: int, backend: str = "gloo") -> Group:
+        """Join the group of this name; returns when all `size` ranks have.
+
+        Raises:
+            DeadlineExceededError: a rank did not come in time.
+            InvalidFieldError: an unknown backend.
+        """
+        timeout = timedelta(seconds=self.timeout_s)
+        store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+        try:
+            if backend == "gloo":
+                return _TorchGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return _TorchGroup(dist.ProcessGroupNCCL(store, rank, size, options))
+        except RuntimeError as error:
+            remedy = "every rank of the group has to join; see the missing rank's log"
+            raise DeadlineExceededError(f"all {size} ranks of group {name}", self.timeout_s, remedy) from error
+        raise InvalidFieldError("backend", backend, "use gloo or nccl")
+
+
+class _TorchGroup:
+    """A `torch.distributed` process group outside the default one, so that it can come and go."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._group.broadcast([tensor], options).wait()
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        work = self._group.send([tensor], rank, 0)
+        return lambda: _wait(work)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        work = self._group.recv([tensor], rank, 0)
+        return lambda: _wait(work)
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+class Lane:
+    """Runs calls one after the other on a daemon thread, which does not keep the process alive when one hangs."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Queue a call."""
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the calls that are queued."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - task supervisor: handed to whoever waits
+                future.set_exception(error)

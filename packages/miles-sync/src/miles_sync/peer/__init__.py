@@ -1,0 +1,17 @@
+"""Peer-to-peer transport: every source rank writes into every target rank's memory exactly what it needs."""
+
+from miles_sync.peer.memory import Arena, PeerBackend, PeerMemory, PeerWriter
+from miles_sync.peer.receiver import PeerReceiver
+from miles_sync.peer.sender import PeerBucket, PeerSender, Written, merge
+
+__all__ = [
+    "Arena",
+    "PeerBackend",
+    "PeerBucket",
+    "PeerMemory",
+    "PeerReceiver",
+    "PeerSender",
+    "PeerWriter",
+    "Written",
+    "merge",
+]
