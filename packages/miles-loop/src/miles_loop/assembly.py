@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from miles_contracts import Agent, Generate, InvalidFieldError
+from miles_contracts import Agent, Generate, InvalidFieldError, Reward
 from miles_loop.compose import Rollout, make_reward, make_rollout, make_tasks, sampling_params
 from miles_loop.config import RunConfig, SamplingConfig
 from miles_loop.fleet import Fleet
+from miles_loop.models import num_experts
 from miles_loop.recipe import Recipe
 from miles_rollout.evaluation import HeldOut
 from miles_rollout.generate import check_prompt_lengths
@@ -39,6 +40,8 @@ class Assembly:
         self._renderer = load_renderer(model, None if recipe.renderer == "auto" else recipe.renderer)
         self._tasks = make_tasks(config.task, config.seed)
         self._reward = make_reward(config.task.reward)
+        self._eval_reward = make_reward(config.task.eval_reward) if config.task.eval_reward else self._reward
+        self._experts = num_experts(model) if config.trainer.replay.enabled else None
         self._agent: Agent | None = load_object(config.task.agent, field="task.agent") if config.task.agent else None
         limits = [limit for limit in (config.engine.max_context, model_context) if limit is not None]
         self._max_tokens = min(limits) if limits else None
@@ -62,7 +65,9 @@ class Assembly:
     async def rollout(self, fleet: Fleet) -> AsyncIterator[Rollout]:
         """Worker and buffer over a fleet, not started."""
         config = self._config
-        async with self._generate(config.rollout.sampling, fleet.router, config.seed) as generate:
+        async with self._generate(
+            config.rollout.sampling, fleet.router, config.seed, self._reward, self._experts
+        ) as generate:
             yield make_rollout(config, self._tasks.train, generate)
 
     @asynccontextmanager
@@ -73,13 +78,20 @@ class Assembly:
             yield []
             return
         samples, seed = config.evaluation.samples, config.seed + EVALUATION_SEED_OFFSET
-        async with self._generate(config.evaluation.sampling, fleet.evaluation_router, seed) as generate:
+        async with self._generate(
+            config.evaluation.sampling, fleet.evaluation_router, seed, self._eval_reward, None
+        ) as generate:
             ks = tuple(dict.fromkeys((1, samples)))
             yield [HeldOut(name=config.task.name, source=source, generate=generate, samples=samples, ks=ks)]
 
     @asynccontextmanager
-    async def _generate(self, sampling: SamplingConfig, router: Router, seed: int) -> AsyncIterator[Generate]:
-        """How one answer is made; for an agent's task one episode, with a session server of its own."""
+    async def _generate(
+        self, sampling: SamplingConfig, router: Router, seed: int, reward: Reward, experts: int | None
+    ) -> AsyncIterator[Generate]:
+        """How one answer is made; for an agent's task one episode, with a session server of its own.
+
+        `experts` asks the engines for their expert choices, which the trainer replays.
+        """
         config = self._config
         if self._agent is None:
             from miles_rollout.generate import single_turn
@@ -87,10 +99,12 @@ class Assembly:
             yield single_turn(
                 renderer=self._renderer,
                 router=router,
-                reward=self._reward,
+                reward=reward,
                 sampling=sampling_params(sampling),
                 run_seed=seed,
                 max_tokens=self._max_tokens,
+                routing=experts is not None,
+                num_experts=experts,
                 reward_timeout_s=config.rollout.reward_timeout_s,
             )
             return
@@ -100,6 +114,8 @@ class Assembly:
             default_max_tokens=sampling.max_new_tokens,
             max_context_tokens=self._max_tokens,
             engine_timeout_s=config.rollout.timeout_s,
+            record_routing=experts is not None,
+            num_experts=experts,
         )
         async with SessionServer(router, self._renderer, settings) as server:
             yield agent_generate(
@@ -108,5 +124,5 @@ class Assembly:
                 sampling=sampling_params(sampling),
                 run_seed=seed,
                 timeout_s=config.rollout.timeout_s,
-                reward=self._reward,
+                reward=reward,
             )

@@ -62,6 +62,8 @@ class TaskConfig(Section):
     """System message put before every prompt."""
     reward: str = "exact"
     """How a response is scored: `exact`, `numeric`, `verifier` (reasoning-gym's own) or your function `pkg.mod:fn`."""
+    eval_reward: str | None = None
+    """How held-out responses are scored, when it differs from `reward` (partial credit in training, say)."""
     agent: str | None = None
     """Import path `pkg.mod:fn` of an agent that talks to the session server; without it one answer per prompt."""
 

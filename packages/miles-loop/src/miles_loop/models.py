@@ -138,13 +138,23 @@ async def _make_in_child(target: Path, preset: ModelPreset, seed: int) -> None:
 
 def max_context(model: Path) -> int | None:
     """Longest sequence that a model folder declares, None when it does not say."""
+    return _declared(model, "max_position_embeddings")
+
+
+def num_experts(model: Path) -> int | None:
+    """Experts of a layer of a mixture-of-experts model, None for a dense one."""
+    return _declared(model, "num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _declared(model: Path, *names: str) -> int | None:
+    """The first of these whole numbers above 0 that config.json (or its text part) holds."""
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text("utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise InvalidFieldError("model", str(model / "config.json"), f"cannot be read: {error}") from error
     text = config.get("text_config", config)
-    length = text.get("max_position_embeddings") if isinstance(text, dict) else None
-    return length if isinstance(length, int) else None
+    values = [text.get(name) for name in names] if isinstance(text, dict) else []
+    return next((v for v in values if isinstance(v, int) and v > 0), None)
 
 
 def main() -> None:
