@@ -132,7 +132,8 @@ def main() -> None:
     early = statistics.median(r[1] for r in rows[1 : quarter + 1])
     late = statistics.median(r[1] for r in rows[-quarter:])
     print(
-        f"all turns: suffix {sums[0]:.0f} ms, whole {sums[1]:.0f} ms, template {sums[2]:.0f} ms, its suffix {sums[3]:.0f} ms"
+        parts = zip(("suffix", "whole", "template", "its suffix"), sums, strict=True)
+        print("all turns: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in parts))
     )
     print(f"whole/suffix over the conversation: {sums[1] / sums[0]:.1f}x")
     print(f"suffix, last quarter / first quarter of the turns: {late / early:.2f} (1 is independent of the history)")
