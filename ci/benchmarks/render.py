@@ -131,10 +131,8 @@ def main() -> None:
     quarter = max(len(rows) // 4, 1)
     early = statistics.median(r[1] for r in rows[1 : quarter + 1])
     late = statistics.median(r[1] for r in rows[-quarter:])
-    print(
-        parts = zip(("suffix", "whole", "template", "its suffix"), sums, strict=True)
-        print("all turns: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in parts))
-    )
+    parts = zip(("suffix", "whole", "template", "its suffix"), sums, strict=True)
+    print("all turns: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in parts))
     print(f"whole/suffix over the conversation: {sums[1] / sums[0]:.1f}x")
     print(f"suffix, last quarter / first quarter of the turns: {late / early:.2f} (1 is independent of the history)")
     if arguments.json is not None:
