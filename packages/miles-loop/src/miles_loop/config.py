@@ -148,7 +148,7 @@ class EvaluationConfig(Section):
     """Evaluate the final policy."""
     samples: Positive = 1
     """Answers per held-out prompt."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Sampling of evaluation answers (greedy by default)."""
 
 

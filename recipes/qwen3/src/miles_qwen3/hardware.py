@@ -1,0 +1,115 @@
+"""Hardware targets of the Qwen3 family. The CPU runs everything; GPU targets say what they need.
+
+Sizes are those the field runs: a batch of 32 prompts x 8 answers, answers of up to 8,192 tokens, learning rate 1e-6,
+clip range 0.2 / 0.28. One line of `_GPU` is one target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles_loop import HardwareTarget
+
+CPU = HardwareTarget(name="cpu", summary="any machine, two cores are enough")
+
+_NEEDS = (
+    "a trainer backend that spans several GPUs (this release trains on one device) and SGLang engines on the others"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """One model on one kind of machine; `engine_flags` are SGLang's for one engine."""
+
+    name: str
+    model: str
+    gpus: str
+    engine_flags: tuple[str, ...]
+    tokens_per_micro_batch: int
+
+
+_GPU = (
+    _Gpu(
+        name="h100-0.6b",
+        model="Qwen/Qwen3-0.6B",
+        gpus="2 x H100: 1 trains, 1 samples",
+        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        tokens_per_micro_batch=32768,
+    ),
+    _Gpu(
+        name="h100-4b",
+        model="Qwen/Qwen3-4B",
+        gpus="8 x H100: 4 train (data parallel), 4 sample",
+        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        tokens_per_micro_batch=16384,
+    ),
+    _Gpu(
+        name="h100-8b",
+        model="Qwen/Qwen3-8B",
+        gpus="8 x H100: 4 train (tensor parallel 2), 4 sample",
+        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        tokens_per_micro_batch=16384,
+    ),
+    _Gpu(
+        name="h100-32b",
+        model="Qwen/Qwen3-32B",
+        gpus="16 x H100: 8 train (tensor parallel 8), 2 engines of 4",
+        engine_flags=("--tp-size", "4", "--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        tokens_per_micro_batch=16384,
+    ),
+    _Gpu(
+        name="h100-30b-a3b",
+        model="Qwen/Qwen3-30B-A3B",
+        gpus="16 x H100: 8 train (expert parallel 8), 1 engine of 8",
+        engine_flags=(
+            "--tp-size",
+            "8",
+            "--ep-size",
+            "8",
+            "--mem-fraction-static",
+            "0.8",
+            "--enable-return-routed-experts",
+        ),
+        tokens_per_micro_batch=16384,
+    ),
+    _Gpu(
+        name="a100-8b",
+        model="Qwen/Qwen3-8B",
+        gpus="8 x A100, BF16 only: 4 train (tensor parallel 2), 4 sample",
+        engine_flags=("--mem-fraction-static", "0.75", "--attention-backend", "flashinfer"),
+        tokens_per_micro_batch=8192,
+    ),
+    _Gpu(
+        name="b200-30b-a3b",
+        model="Qwen/Qwen3-30B-A3B",
+        gpus="8 x B200: 4 train (expert parallel 4), 1 engine of 4",
+        engine_flags=(
+            "--tp-size",
+            "4",
+            "--ep-size",
+            "4",
+            "--mem-fraction-static",
+            "0.85",
+            "--enable-return-routed-experts",
+        ),
+        tokens_per_micro_batch=32768,
+    ),
+)
+
+
+def _target(gpu: _Gpu) -> HardwareTarget:
+    overrides: dict[str, Any] = {
+        "model": gpu.model,
+        "engine": {"dtype": "bfloat16", "extra_args": gpu.engine_flags},
+        "rollout": {"groups_per_step": 32, "group_size": 8, "sampling": {"max_new_tokens": 8192}},
+        "trainer": {
+            "optimizer": {"lr": 1e-6, "betas": (0.9, 0.98), "schedule": {"kind": "constant", "total_steps": None}},
+            "objective": {"entropy_coefficient": 0.0},
+            "batching": {"max_tokens": gpu.tokens_per_micro_batch},
+        },
+    }
+    return HardwareTarget(name=gpu.name, summary=f"{gpu.model}, {gpu.gpus}", overrides=overrides, needs=_NEEDS)
+
+
+TARGETS = (CPU, *(_target(gpu) for gpu in _GPU))

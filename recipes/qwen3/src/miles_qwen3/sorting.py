@@ -1,0 +1,70 @@
+"""The default task: sort the letters of a short word. Prompts, answers and the reward.
+
+All 1,024 words of five letters from a to d are split once, at random but fixed, into 896 for training and 128 held
+out, and kept in `data/` as JSONL. `python -m miles_qwen3.sorting FOLDER` writes the two files again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from miles_contracts import Task
+
+LETTERS, LENGTH, HELD_OUT, SPLIT_SEED = "abcd", 5, 128, 7
+TRAIN_FILE, HELD_OUT_FILE = "sort_train.jsonl", "sort_held_out.jsonl"
+
+
+def words() -> tuple[list[str], list[str]]:
+    """(training words, held-out words), disjoint, together every word there is."""
+    everything = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+    random.Random(SPLIT_SEED).shuffle(everything)
+    return everything[HELD_OUT:], everything[:HELD_OUT]
+
+
+def lines(chosen: Iterable[str]) -> str:
+    """JSONL, one task a line."""
+    return "".join(json.dumps({"prompt": f"sort {word}", "label": "".join(sorted(word))}) + "\n" for word in chosen)
+
+
+def data_file(name: str) -> Path:
+    """Path of a file that comes with the package."""
+    return Path(str(resources.files("miles_qwen3").joinpath("data", name)))
+
+
+def write_files(folder: Path) -> None:
+    """Write training and held-out prompts."""
+    train, held_out = words()
+    (folder / TRAIN_FILE).write_text(lines(train))
+    (folder / HELD_OUT_FILE).write_text(lines(held_out))
+
+
+async def closeness(task: Task, response: str) -> float:
+    """Partial credit in [0, 1]: 1 - edit distance / longer length, halved for an answer that is too long.
+
+    A model that starts at random never hits a whole answer, so training needs credit for parts. Without the halving,
+    padding an almost right answer up to the length limit would be worth more than an early wrong end, and the policy
+    would stop exploring where to end. Held-out answers are scored by exact match.
+    """
+    label = str(task.label)
+    credit = 1.0 - edit_distance(response, label) / max(len(response), len(label), 1)
+    return credit / 2 if len(response) > len(label) else credit
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Least number of insertions, deletions and replacements that turn `a` into `b` (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
+if __name__ == "__main__":
+    write_files(Path(sys.argv[1]))
