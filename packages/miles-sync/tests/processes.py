@@ -9,6 +9,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ class Child:
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name = name
+        self._lock = threading.Lock()
         self._pipe, theirs = FORK.Pipe()
         self._process = FORK.Process(target=_serve, args=(theirs, self._pipe, make), name=name, daemon=True)
         self._process.start()
@@ -42,8 +44,9 @@ class Child:
     def call(self, method: str, *args: Any) -> Any:
         """The method's result; its WeightUpdateError is raised here, a dead process is EngineUnavailableError."""
         try:
-            self._pipe.send((method, args))
-            kind, *rest = self._pipe.recv()
+            with self._lock:
+                self._pipe.send((method, args))
+                kind, *rest = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise EngineUnavailableError(self.name, "the process is dead") from error
         if kind == "refused":

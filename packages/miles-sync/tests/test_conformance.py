@@ -138,6 +138,9 @@ class BroadcastFleet(Fleet):
         meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=TIMEOUT_S)
         return BroadcastSender(meeting, ["engine-0", "engine-1"], BUCKET)
 
+    def connect(self, source: ProcessSource) -> None:
+        source.ranks[0].call("set_receivers", [engine.url for engine in self.engines])
+
 
 class PeerFleet(Fleet):
     """Three FSDP trainer ranks to two tensor- and expert-parallel engine ranks."""

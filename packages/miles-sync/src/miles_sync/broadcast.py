@@ -89,16 +89,15 @@ class BroadcastSender:
         self.set_receivers(receivers)
 
     def set_receivers(self, receivers: Sequence[str]) -> None:
-        """Change the fleet; the next update opens a new group.
+        """To be called when an engine has joined, left or been restarted: the next update opens a new group.
 
         Raises:
             InvalidFieldError: no receivers, or one twice.
         """
         if not receivers or len(set(receivers)) != len(receivers):
             raise InvalidFieldError("receivers", list(receivers), "name at least one, each once")
-        if tuple(receivers) != self._receivers:
-            self._receivers = tuple(receivers)
-            self._abandon()
+        self._receivers = tuple(receivers)
+        self._abandon()
 
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
