@@ -137,6 +137,13 @@ class RolloutConfig(Section):
     """Sampling of training answers."""
 
 
+class EvaluationSamplingConfig(SamplingConfig):
+    """How evaluation's answers are sampled: greedily unless told otherwise."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Divides the logits before the softmax; 0 is greedy."""
+
+
 class EvaluationConfig(Section):
     """When and how held-out tasks are measured."""
 
