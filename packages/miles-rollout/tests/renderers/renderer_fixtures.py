@@ -181,13 +181,20 @@ def folder_of(family: str) -> Path:
 
 
 @functools.cache
-def _loaded(family: str) -> Renderer:
-    return load_renderer(folder_of(family), family, options=RenderOptions())
+def _loaded(family: str, hint: str | None) -> Renderer:
+    folder = folder_of(family)
+    if hint is not None:
+        special, plain = ADDED[TOKENS_OF[family]]
+        template = "{# " + hint + " #}"
+        folder = write_tokenizer(
+            Path(tempfile.mkdtemp(prefix=f"tokenizer-{family}-")), special, plain, template=template
+        )
+    return load_renderer(folder, family, options=RenderOptions())
 
 
-def renderer_of(family: str, **options: Any) -> Renderer:
-    """A family's renderer on its small tokenizer."""
-    return _loaded(family).with_options(**options)
+def renderer_of(family: str, hint: str | None = None, **options: Any) -> Renderer:
+    """A family's renderer on its small tokenizer, perhaps beside a template that contains `hint`."""
+    return _loaded(family, hint).with_options(**options)
 
 
 def messages_from(dicts: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -67,6 +67,24 @@ def test_the_model_type_decides_where_tokens_are_shared(
         ("chatml", "<think> <function=", "qwen3_5"),
         ("chatml", "<think> enable_thinking", "qwen3"),
         ("chatml", "<think>", "qwen3_next"),
+        ("chatml", "", "chatml"),
+    ],
+)
+def test_the_template_suggests_a_family_where_tokens_are_shared(
+    tmp_path: Path, tokens: str, hint: str, family: str
+) -> None:
+    found = detect_family(folder_with(tmp_path, tokens, template="{# " + hint + " #}" + CHATML))
+    if family in ("qwen3", "chatml"):  # whose form for these conversations is that of the template
+        assert (found.family, found.disagreements) == (family, ())
+        assert "agrees with the chat template on all probes" in str(found)
+    else:
+        assert found.family == "default"
+        assert f"differs from the family {family} on a question" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hint", "family"),
+    [
         ("glm", "/nothink", "glm4_5"),
         ("glm", "<think>", "glm"),
         ("glm", "", "default"),
@@ -74,20 +92,21 @@ def test_the_model_type_decides_where_tokens_are_shared(
         ("kimi", "tools_ts_str", "kimi_k2_5"),
     ],
 )
-def test_the_template_decides_where_tokens_are_shared(tmp_path: Path, tokens: str, hint: str, family: str) -> None:
+def test_a_family_with_tokens_of_its_own_stays_when_its_template_differs(
+    tmp_path: Path, tokens: str, hint: str, family: str
+) -> None:
     found = detect_family(folder_with(tmp_path, tokens, template="{# " + hint + " #}" + CHATML))
     assert found.family == family
-    if family not in ("default", "smollm2", "qwen3"):
-        assert found.disagreements  # the template is not really that of the family, and the report says so
-        assert "differs from the chat template on" in str(found)
+    if family != "default":
+        assert found.disagreements
+        assert "differs from the chat template on a question" in str(found)
 
 
 def test_plain_chatml_must_be_plain(tmp_path: Path) -> None:
-    plain = detect_family(folder_with(tmp_path / "a", "chatml", template=CHATML.replace("<think>", "")))
-    assert plain.family == "default"  # it says nothing about tools, which plain ChatML does
-    assert "differs from plain ChatML on tools" in str(plain)
     other = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}" + CHATML
-    assert "a question" in str(detect_family(folder_with(tmp_path / "b", "chatml", template=other)))
+    found = detect_family(folder_with(tmp_path, "chatml", template=other))
+    assert found.family == "default"
+    assert "differs from the family chatml on a question" in str(found)
 
 
 def test_tokens_that_nobody_knows(tmp_path: Path) -> None:

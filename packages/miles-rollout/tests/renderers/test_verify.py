@@ -99,7 +99,7 @@ def test_a_form_that_a_family_lacks_is_not_a_failure_unless_it_is_basic() -> Non
 def test_the_suite_has_what_harnesses_do() -> None:
     conversations = standard_conversations()
     assert all(sum(m.role == "assistant" for m in c.messages) >= 3 for c in conversations)
-    assert sum(c.required for c in conversations) >= 4
+    assert sum(c.required for c in conversations) == 2
     names = {c.name for c in conversations}
     assert {"system message in the middle", "empty content", "unicode", "user after user"} <= names
 
@@ -123,5 +123,7 @@ def test_the_default_family_is_proven_where_its_template_is_good(tmp_path: Path)
     template = DROPS.replace(" and loop.last", "")
     renderer = load_renderer(write_tokenizer(tmp_path, special, plain, eos="<|im_end|>", template=template), "default")
     report = verify_renderer(renderer, random_count=0)
-    failures = {d for f in report.findings for d in f.details if "views" not in d}
-    assert not failures, report.table()
+    assert report.ok, report.table()
+    calls = next(f for f in report.findings if f.conversation == "one call a turn")
+    assert calls.outcomes["views"] is Outcome.NOT_APPLICABLE  # this template writes no calls
+    assert "not known" in calls.details[0]

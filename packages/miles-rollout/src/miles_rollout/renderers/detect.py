@@ -67,8 +67,9 @@ def detect(folder: ModelFolder, families: Mapping[str, Maker]) -> Detection:
     if family == "default" or folder.chat_template is None:
         return Detection(family=family, evidence=evidence)
     differs = _disagreements(folder, families[family], families["default"])
-    if family == "chatml" and differs:
-        reason = f"ChatML tokens, but the chat template differs from plain ChatML on {', '.join(differs)}"
+    if differs and "<|im_start|>" in folder.vocabulary.added:
+        # Many models share these tokens and nothing else; only the family's own form makes one a member.
+        reason = f"ChatML tokens, but the chat template differs from the family {family} on {', '.join(differs)}"
         return Detection(family="default", evidence=(reason,))
     if not differs:
         evidence = (*evidence, "agrees with the chat template on all probes")
@@ -85,9 +86,10 @@ def _disagreements(folder: ModelFolder, candidate: Maker, template: Maker) -> tu
     for name, (messages, tools) in _PROBES.items():
         try:
             expected = theirs.render(messages, tools)
+            silent = bool(tools) and expected == theirs.render(messages)
         except MilesError:
             continue  # the template has no form for this probe
-        if ours.render(messages, tools) != expected:
+        if not silent and ours.render(messages, tools) != expected:
             out.append(name)
     return tuple(out)
 

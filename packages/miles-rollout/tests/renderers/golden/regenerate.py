@@ -130,7 +130,7 @@ KEPT = ("kept", "kept_call")
 
 
 def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Callable[[dict[str, Any]], str]]]:
-    """Family, name of the oracle, our options, cases, oracle."""
+    """Family, name of the oracle, our options and what our template must hint at, cases, oracle."""
     off, on = {"thinking": False}, {"thinking": True}
     no_reasoning = ("user", "system", "unicode", "tools", "tools_no_system", "turns", "user_after_user")
     yield "chatml", "trl qwen3_instruct_2507", {}, no_reasoning, trl_template("qwen3_instruct_2507")
@@ -141,6 +141,23 @@ def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Calla
     cases = (*ALWAYS, *KEPT, "user_after_user")
     yield "qwen3_5", "trl qwen3_6", {}, cases, trl_template("qwen3_6", preserve_thinking=True)
     yield "qwen3_5", "trl qwen3_6", off, ("user", "tools"), trl_template("qwen3_6", enable_thinking=False)
+    odd = ("user", "system", "tools", "call_with_text")
+    yield "qwen3_5", "trl qwen3_5_think", {"hint": "prints values as Python"}, odd, trl_template("qwen3_5_think")
+    hint = "enable_thinking is defined and enable_thinking is true"
+    yield "qwen3_5", "trl qwen3_5_nothink", {"hint": hint}, ("user", "tools"), trl_template("qwen3_5_nothink")
+    hint = "reasoning_effort is string else args_value | tojson"
+    yield "qwen3_5", "trl qwen3_8", {"hint": hint}, (*odd, *KEPT), trl_template("qwen3_8")
+    for effort in ("low", "medium"):
+        options = {"hint": hint, "reasoning_effort": effort}
+        yield "qwen3_5", "trl qwen3_8", options, odd, trl_template("qwen3_8", reasoning_effort=effort)
+    hint, oracle = (
+        '~ message.reasoning_content ~ "</think>"',
+        trl_template("nemotron_3_ultra", truncate_history_thinking=False),
+    )
+    yield "nemotron3", "trl nemotron_3_ultra", {"hint": hint}, (*odd, *KEPT, "turns"), oracle
+    hint, cases = 'set model_identity = "I am M2."', ("user", "tools_no_system")
+    oracle = package_renderer("minimax_m2", "MiniMaxM2Renderer", "minimax", model_identity="I am M2.")
+    yield "minimax_m2", "renderers minimax_m2", {"hint": hint}, cases, oracle
     yield "glm4_5", "trl glm4moe", {}, (*ALWAYS, "turns", "user_after_user"), trl_template("glm4moe")
     yield "glm4_5", "trl glm4moe", off, ("user", "tools"), trl_template("glm4moe", enable_thinking=False)
     cases = (*ALWAYS, *KEPT, "turns", "user_after_user")

@@ -123,9 +123,16 @@ class Qwen35Renderer(ChatMLRenderer):
     deviation: ClassVar[str] = "keeps earlier reasoning; system message only at the start"
     stop: ClassVar[tuple[str, ...]] = ("<|endoftext|>",)
 
+    @property
+    def thinks(self) -> bool:
+        """True unless thinking is off; the small models of Qwen3.5 think only when asked to, as their template says."""
+        if self.options.thinking is not None:
+            return self.options.thinking
+        return "enable_thinking is defined and enable_thinking is true" not in (self.folder.chat_template or "")
+
     def turn_syntax(self) -> CompletionSyntax:
         """A turn begins inside its reasoning, unless thinking is off and the block was closed in the prompt."""
-        return TaggedSyntax(begins_inside=self.options.thinking is not False, calls=XmlCalls())
+        return TaggedSyntax(begins_inside=self.thinks, calls=XmlCalls())
 
     def write_head(self, out: Writer, messages: Sequence[Message], tools: Tools) -> int:
         """One system turn: what the effort asks for, the tools, the system text."""
@@ -186,7 +193,7 @@ class Qwen35Renderer(ChatMLRenderer):
     def write_generation_prompt(self, out: Writer, previous: Message | None) -> None:
         """The header and the opening of the reasoning, or its empty block when thinking is off."""
         super().write_generation_prompt(out, previous)
-        out.text(EMPTY_THINK if self.options.thinking is False else "<think>\n")
+        out.text("<think>\n" if self.thinks else EMPTY_THINK)
 
     def known_efforts(self) -> tuple[str, ...]:
         """Those of Qwen3.8; the others have no such switch."""
@@ -194,7 +201,7 @@ class Qwen35Renderer(ChatMLRenderer):
 
     def _effort_text(self) -> str:
         """What Qwen3.8 puts first for a reasoning effort."""
-        if not self.known_efforts() or self.options.thinking is False:
+        if not self.known_efforts() or not self.thinks:
             return ""
         return _EFFORT[self.options.reasoning_effort or "xhigh"]
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 
 from miles_contracts import Message, ToolCall
+from miles_rollout.parsers import TaggedSyntax
 from miles_rollout.renderers.base import Renderer
 from miles_rollout.renderers.errors import RenderError, RenderRefusedError
 from miles_rollout.renderers.verify.controls import CONTROLS
@@ -13,6 +14,10 @@ from miles_rollout.renderers.verify.conversations import Conversation, random_co
 from miles_rollout.renderers.verify.report import Finding, Outcome, Report
 
 Check = Callable[["_Turn"], str | None]
+
+
+class _NotApplicableError(Exception):
+    """A check has nothing to say about a turn."""
 
 
 def verify_renderer(renderer: Renderer, *, seed: int = 0, random_count: int = 20) -> Report:
@@ -124,12 +129,11 @@ def examine(renderer: Renderer, conversation: Conversation) -> Finding:
             turns += 1
             tokens = len(turn.whole)
             for name, check in _CHECKS.items():
-                problem = _try(check, turn)
-                if problem is not None:
-                    outcomes[name] = Outcome.FAIL
-                    details.append(f"turn {turns}, {name}: {problem}")
-                else:
-                    outcomes.setdefault(name, Outcome.OK)
+                outcome, detail = _try(check, turn)
+                if outcome is Outcome.FAIL or outcomes.get(name, Outcome.OK) is Outcome.OK:
+                    outcomes[name] = outcome
+                if detail:
+                    details.append(f"turn {turns}, {name}: {detail}")
     except RenderError as error:
         outcome = Outcome.FAIL if conversation.required else Outcome.NO_FORM
         outcomes |= (
@@ -142,11 +146,14 @@ def examine(renderer: Renderer, conversation: Conversation) -> Finding:
     )
 
 
-def _try(check: Check, turn: _Turn) -> str | None:
+def _try(check: Check, turn: _Turn) -> tuple[Outcome, str]:
     try:
-        return check(turn)
+        problem = check(turn)
     except RenderRefusedError as error:
-        return str(error)
+        problem = str(error)
+    except _NotApplicableError as error:
+        return Outcome.NOT_APPLICABLE, str(error)
+    return (Outcome.OK, "") if problem is None else (Outcome.FAIL, problem)
 
 
 def _append_only(turn: _Turn) -> str | None:
@@ -190,6 +197,9 @@ def _views(turn: _Turn) -> str | None:
     seen = turn.renderer.parse(turn.completion, turn.tools)
     if seen.malformed:
         return f"a rendered call is not read back: {seen.malformed[0]}"
+    syntax = turn.renderer.turn_syntax()
+    if turn.message.tool_calls and isinstance(syntax, TaggedSyntax) and syntax.calls is None:
+        raise _NotApplicableError("how this template writes calls is not known: clients get them as text")
     expected, found = [_call_key(c) for c in turn.message.tool_calls], [_call_key(c) for c in seen.tool_calls]
     if expected != found:
         return f"calls {expected} are read back as {found}"

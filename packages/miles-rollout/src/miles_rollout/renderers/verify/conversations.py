@@ -97,7 +97,7 @@ def standard_conversations() -> tuple[Conversation, ...]:
     )
     return (
         c(name="questions and answers", messages=plain, required=True),
-        c(name="system message first", messages=(_system("Be brief."), *plain), required=True),
+        c(name="system message first", messages=(_system("Be brief."), *plain)),
         c(
             name="reasoning in every turn",
             messages=tuple(
@@ -114,7 +114,6 @@ def standard_conversations() -> tuple[Conversation, ...]:
                 *(_assistant("Three; no notes.", "Done."), _user("Thanks."), _assistant("Welcome.")),
             ),
             tools=TOOLS,
-            required=True,
         ),
         c(
             name="several calls in one turn",
