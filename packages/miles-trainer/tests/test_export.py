@@ -23,7 +23,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "nemotron_h"])
 def test_names_and_values_are_those_of_a_checkpoint(family: str, model_folder: Folder) -> None:
     trainer = Trainer(model_folder(family), TrainerConfig(), seed=0)
     want = stored(model_folder(family))

@@ -84,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = table.gather(1, targets[part, None]).squeeze(1)
             if entropy:
                 entropies[part] = -torch.linalg.vecdot(table.exp(), table)
-            if count <= chunk:
+            if count <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
                 kept = table
         ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, kept, entropies)
         ctx.chunk, ctx.entropy_gradient = chunk, entropy and entropy_gradient

@@ -177,7 +177,11 @@ class PolicyModel:
 
     @property
     def _base(self) -> Any:
-        return getattr(self.model, self.model.base_model_prefix)
+        # a text-only part of a multimodal family may keep the whole's prefix, which it does not have
+        base = getattr(self.model, self.model.base_model_prefix, None) or getattr(self.model, "model", None)
+        if base is None:
+            raise InvalidFieldError("model_path", type(self.model).__name__, "the model has no decoder without a head")
+        return base
 
     def _inputs(
         self,

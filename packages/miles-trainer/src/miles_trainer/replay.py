@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Router:
         num_experts: E.
         top_k: experts per token, read from the first call.
         replayable: False when the choice is fixed by the token ids (a table), so both sides agree anyway.
-        sigmoid: scores are sigmoids rather than a softmax.
+        scores: `softmax`, `sigmoid`, or `other` for a function whose load-balancing loss is not known.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Router:
     num_experts: int
     top_k: int = 0
     replayable: bool = True
-    sigmoid: bool = False
+    scores: Literal["softmax", "sigmoid", "other"] = "softmax"
 
 
 @dataclass
@@ -89,6 +89,8 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 def _expert_count(module: nn.Module) -> int:
     """E when the module itself holds tensors of E experts' matrices, else 0."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 0  # a convolution's kernel has three dimensions too
     stacks = {int(p.shape[0]) for p in module.parameters(recurse=False) if p.dim() == 3}
     return stacks.pop() if len(stacks) == 1 else 0
 
@@ -252,9 +254,12 @@ class Replayer:
         for index in layers:
             router = self.routers[index]
             logits = use.logits[index][use.valid].float()
-            scores = logits.sigmoid() if router.sigmoid else logits.softmax(-1)
-            if router.sigmoid:
-                scores = scores / scores.sum(-1, keepdim=True)
+            if router.scores == "other":
+                raise InvalidFieldError(
+                    "replay.aux_loss_coefficient", router.name, "the router's scores are not known; set it to 0"
+                )
+            scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
+            scores = scores / scores.sum(-1, keepdim=True)
             load = counts[index, : router.num_experts].to(scores.device)
             share = (scores.double().sum(0) * (load / load.sum())).sum() * (router.num_experts / num_tokens)
             total = share if total is None else total + share
@@ -302,7 +307,9 @@ class _Learn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.sigmoid, Tensor.sigmoid, torch.nn.functional.sigmoid):
-            self.router.sigmoid = True
+            self.router.scores = "sigmoid"
+        if func is torch.nn.functional.softplus:
+            self.router.scores = "other"
         choice = _choice(func, args, kwargs, self.router)
         if choice is not None:
             self.router.top_k = choice[1]
