@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from loop_toy.harness import Command, alive, children, named_child, records, wait_for, without_clock
+from loop_toy.harness import Command, alive, children, named_child, records, wait_for, wait_for_records, without_clock
 
 from miles_loop.checkpoint import list_checkpoints
 
@@ -26,7 +26,7 @@ def test_a_killed_engine_is_replaced_and_the_run_goes_on(fast: Command, tmp_path
     run, calm = tmp_path / "run", tmp_path / "calm"
     options = ("--plain", "--steps", 8, "--pipeline-depth", depth)
     process = fast.start("train", "--run-dir", run, *options, FAKE_STEP_S="0.1")
-    wait_for(lambda: len(records(run)) >= 3)
+    wait_for_records(process, run, 3)
     os.kill(named_child(process.pid, "loop_toy.engine"), signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
@@ -47,7 +47,7 @@ def test_an_engine_that_is_not_replaced_ends_the_run_with_its_log(fast: Command,
     process = fast.start(
         "train", "--run-dir", run, "--plain", "--steps", 6, "--engine.restarts", 0, "--checkpoint-every", 1
     )
-    wait_for(lambda: len(records(run)) >= 3)
+    wait_for_records(process, run, 3)
     os.kill(named_child(process.pid, "loop_toy.engine"), signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1, out + err
@@ -60,7 +60,7 @@ def test_an_engine_that_is_not_replaced_ends_the_run_with_its_log(fast: Command,
 def test_a_killed_trainer_ends_the_run_by_name(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = fast.start("train", "--run-dir", run, "--plain", "--steps", 200)
-    wait_for(lambda: len(records(run)) >= 2)
+    wait_for_records(process, run, 2)
     others = children(process.pid)
     os.kill(named_child(process.pid, "loop_toy.trainer"), signal.SIGKILL)
     out, err = process.communicate(timeout=60)
@@ -72,7 +72,7 @@ def test_a_killed_trainer_ends_the_run_by_name(fast: Command, tmp_path: Path) ->
 def test_a_second_signal_ends_everything_at_once(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = fast.start("train", "--run-dir", run, "--plain", "--steps", 200, FAKE_STEP_S="3")
-    wait_for(lambda: len(records(run)) >= 1)
+    wait_for_records(process, run, 1)
     time.sleep(0.3)
     others = children(process.pid)
     process.send_signal(signal.SIGINT)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from loop_toy.harness import Command, alive, children, records, wait_for, without_clock
+from loop_toy.harness import Command, alive, children, records, wait_for, wait_for_records, without_clock
 
 from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
 
@@ -18,8 +18,7 @@ def kill_after(command: Command, run: Path, lines: int, delay: float, *options: 
     """Start (or resume) a run and kill its driver `delay` after it has `lines` records; returns its children."""
     where = ("--run-dir", run) if first else ("--resume", run)
     process = command.start("train", *where, "--plain", *options, FAKE_STEP_S="0.05")
-    wait_for(lambda: len(records(run)) >= lines or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
+    wait_for_records(process, run, lines)
     started = children(process.pid)
     time.sleep(delay)
     process.kill()
@@ -53,7 +52,7 @@ def test_depth_0_resumes_bit_for_bit(fast: Command, tmp_path: Path, whole: Path)
 def test_a_graceful_stop_resumes_bit_for_bit(fast: Command, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "stopped"
     process = fast.start("train", "--run-dir", run, "--plain", "--steps", STEPS, "--pipeline-depth", 0)
-    wait_for(lambda: len(records(run)) >= 3)
+    wait_for_records(process, run, 3)
     process.terminate()
     assert process.wait(30) == 130
     assert 2 <= records(run)[-1]["step"] < STEPS
@@ -119,6 +118,6 @@ def test_a_damaged_checkpoint_is_named(fast: Command, tmp_path: Path) -> None:
 def test_two_processes_cannot_run_in_one_folder(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "shared"
     process = fast.start("train", "--run-dir", run, "--plain", "--steps", 500)
-    wait_for(lambda: len(records(run)) >= 2)
+    wait_for_records(process, run, 2)
     assert "another process runs in this folder" in fast.run("train", "--resume", run, status=2)
     process.kill()

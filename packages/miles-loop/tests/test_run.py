@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loop_toy.harness import Command, alive, children, records, wait_for, without_clock
+from loop_toy.harness import Command, alive, children, records, wait_for, wait_for_records, without_clock
 from safetensors.numpy import load_file
 
 from miles_loop.checkpoint import newest_checkpoint
@@ -66,7 +66,7 @@ def test_a_killed_run_at_depth_0_cannot_be_told_from_a_whole_one(toy: Command, t
     options = ("--plain", "--steps", 5, "--pipeline-depth", 0, "--checkpoint-every", 2, "--evaluation.every", 2)
     toy.run("train", "--run-dir", whole, *options)
     process = toy.start("train", "--run-dir", run, *options)
-    wait_for(lambda: len(records(run)) >= 4 or process.poll() is not None)
+    wait_for_records(process, run, 4)
     started = children(process.pid)
     process.kill()
     process.wait()

@@ -132,7 +132,7 @@ def test_an_atomic_write_keeps_the_old_content_on_a_full_disk(tmp_path: Path, mo
     write_atomic(path, b"old")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskFullError):
-        write_atomic(path, b"new")
+        write_atomic(path, b"new", durable=True)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 

@@ -12,6 +12,7 @@ The driver owns no model and imports no torch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,6 +34,7 @@ from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.evaluation import HeldOut, evaluate
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _RATE_STEPS = 8
 """Steps over which the rate of sampling is taken."""
@@ -259,6 +261,8 @@ class Driver:
         counters["wall_s"] = self._wall_before_s + self._parts.process_age_s()
 
     def _phase(self, text: str) -> None:
+        # The way to the first step is worth a look in the log, each later step is not.
+        _log.log(logging.INFO if self._progress.step == 0 else logging.DEBUG, "%s", text)
         self._progress.phase = text
         self._parts.display.phase(self._progress)
 

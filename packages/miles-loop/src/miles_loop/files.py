@@ -44,8 +44,14 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` as a whole: readers see the old content or the new, also after a crash.
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace `path` as a whole: readers see the old content or the new, also after a crash of this process.
+
+    Args:
+        path: the file.
+        data: its new content.
+        durable: wait until the content survives a power cut too. That can take long on a busy disk, so only what
+            a checkpoint consists of asks for it.
 
     Raises:
         DiskFullError: no room; the old content stays.
@@ -56,7 +62,8 @@ def write_atomic(path: Path, data: bytes) -> None:
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

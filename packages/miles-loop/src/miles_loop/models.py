@@ -14,7 +14,7 @@ from typing import Any
 
 from miles_contracts import InvalidFieldError
 from miles_loop.errors import RunError
-from miles_loop.files import disk_errors, sync_file
+from miles_loop.files import disk_errors
 from miles_loop.names import nearest
 from miles_loop.processes import ProcessSpec, child_environment
 from miles_loop.recipe import ModelPreset, Recipe
@@ -93,7 +93,6 @@ def _make(target: Path, build: Callable[[Path], None]) -> None:
             (temporary / _COMPLETE).touch()
             shutil.rmtree(target, ignore_errors=True)
             os.replace(temporary, target)
-            sync_file(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

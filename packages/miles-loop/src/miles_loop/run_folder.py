@@ -31,7 +31,7 @@ import msgspec
 
 from miles_contracts import Group, InvalidFieldError, wire
 from miles_loop.config import RunConfig
-from miles_loop.files import disk_errors, sync_file, write_atomic, write_json
+from miles_loop.files import disk_errors, write_atomic, write_json
 from miles_loop.options import build
 from miles_loop.toml import dumps
 
@@ -271,7 +271,6 @@ def truncate_jsonl(path: Path, last_step: int) -> int:
             removed += 1
     if removed:
         write_atomic(path, b"".join(kept))
-        sync_file(path.parent)
     return removed
 
 

@@ -131,6 +131,7 @@ class RunSession:
         try:
             self._phase("starting engines and trainer")
             await runtime.launch(model)
+            _log.info("processes are started, %.2f s after this one", process_age_s())
             # Imported while the processes load: what follows needs the rollout half, they do not.
             from miles_loop.assembly import Assembly
 
@@ -139,7 +140,9 @@ class RunSession:
             try:
                 await asyncio.sleep(0)
                 assembly = await asyncio.to_thread(Assembly, self._recipe, config, model, max_context(model))
+                _log.info("tasks, rewards and renderer are ready, after %.2f s", process_age_s())
                 version = await loading
+                _log.info("engines and trainer are ready, after %.2f s", process_age_s())
             finally:
                 loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
@@ -204,6 +207,7 @@ class RunSession:
             await asyncio.gather(loop, trainer_died, return_exceptions=True)
 
     def _phase(self, text: str) -> None:
+        _log.info("%s", text)
         self.progress.phase = text
         self._display.phase(self.progress)
 

@@ -77,6 +77,19 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def wait_for_records(process: subprocess.Popen[str], run: Path, count: int, seconds: float = 60.0) -> None:
+    """Wait until a run that is under way has so many records; fail with what it says when it does not get there."""
+    deadline = time.monotonic() + seconds
+    while len(records(run)) < count:
+        if process.poll() is not None:
+            raise AssertionError(f"it ended with {process.returncode}: {process.communicate()}")
+        if time.monotonic() > deadline:
+            process.kill()
+            logs = "\n".join(f"{file.name}: {file.read_text()}" for file in sorted((run / "logs").glob("*.log")))
+            raise AssertionError(f"{len(records(run))} records after {seconds:g} s\n{process.communicate()}\n{logs}")
+        time.sleep(0.01)
+
+
 def children(pid: int) -> list[int]:
     """Ids of the direct children of a process."""
     found = []
