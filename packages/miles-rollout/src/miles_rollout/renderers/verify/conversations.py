@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,105 +82,63 @@ def _result(call: ToolCall, text: str) -> Message:
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.function.name)
 
 
+_ONE = _call(0, "add", a=1, b=2)
+_TWO = _call(1, "search", query="größe", limit=2.5)
+_THREE = _call(2, "add", a=3, b=4)
+_ODD = _call(3, "search", query='"quoted" {x}\n</tool_call>', tags=["a", "b"], exact=True)
+_QUESTIONS = tuple(_user(text) for text in ("One?", "Two?", "Three?"))
+_ANSWERS = tuple(_assistant(text) for text in ("First.", "Second.", "Third."))
+_PLAIN = tuple(message for pair in zip(_QUESTIONS, _ANSWERS, strict=True) for message in pair)
+
+
 def standard_conversations() -> tuple[Conversation, ...]:
     """The fixed suite."""
-    one, two, three = _call(0, "add", a=1, b=2), _call(1, "search", query="größe", limit=2.5), _call(2, "add", a=3, b=4)
-    odd = _call(3, "search", query='"quoted" {x}\n</tool_call>', tags=["a", "b"], exact=True)
-    c = Conversation
-    plain = (
-        _user("One?"),
-        _assistant("First."),
-        _user("Two?"),
-        _assistant("Second."),
-        _user("Three?"),
-        _assistant("Third."),
-    )
-    return (
-        c(name="questions and answers", messages=plain, required=True),
-        c(name="system message first", messages=(_system("Be brief."), *plain)),
-        c(
-            name="reasoning in every turn",
-            messages=tuple(
-                m if m.role == "user" else _assistant(m.content, f"Because {m.content}\n\nSo be it.") for m in plain
-            ),
-            required=True,
-        ),
-        c(
-            name="one call a turn",
-            messages=(
-                *(_system("Use tools."), _user("Add, then search.")),
-                *(_assistant("", "Add first.", one), _result(one, "3")),
-                *(_assistant("Now the notes.", "Then search.", two), _result(two, "nothing\nfound")),
-                *(_assistant("Three; no notes.", "Done."), _user("Thanks."), _assistant("Welcome.")),
-            ),
-            tools=TOOLS,
-        ),
-        c(
-            name="several calls in one turn",
-            messages=(
-                *(_user("All at once."), _assistant(None, "Three calls.", one, two, three)),
-                *(_result(one, "3"), _result(two, "none"), _result(three, "7")),
-                *(_assistant("", "Once more.", three), _result(three, "7"), _assistant("7.", "Good.")),
-            ),
-            tools=TOOLS,
-        ),
-        c(
-            name="tool errors and odd arguments",
-            messages=(
-                *(_user("Go."), _assistant("", "Try.", odd), _result(odd, "Error: <tool_call> is not allowed\n")),
-                *(
-                    _assistant("", "Again.", one),
-                    _result(one, ""),
-                    _assistant("Failed."),
-                    _user("Why?"),
-                    _assistant("Odd."),
-                ),
-            ),
-            tools=TOOLS,
-        ),
-        c(
-            name="system message in the middle",
-            messages=(*plain[:2], _system("Now in French."), *plain[2:4], _system("Stop."), *plain[4:]),
-        ),
-        c(
-            name="user after user",
-            messages=(*plain[:2], _user("Well?"), *plain[2:], _user("So?"), _user("And?"), _assistant("No.")),
-        ),
-        c(name="question after a call", messages=(*plain[:1], _assistant("", "Call.", one), *plain[2:]), tools=TOOLS),
-        c(
-            name="question after results",
-            messages=(_user("Go."), _assistant("", "Call.", one), _result(one, "3"), *plain[2:]),
-            tools=TOOLS,
-        ),
-        c(name="assistant after assistant", messages=(*plain[:2], _assistant("And more."), *plain[2:])),
-        c(
-            name="empty content",
-            messages=(_user(""), _assistant(""), _user("?"), _assistant("", "Nothing."), _user(""), _assistant("x")),
-        ),
-        c(
-            name="white space at the edges",
-            messages=(
-                *(
-                    _user("\n\n  hi \n"),
-                    _assistant("  indented\n\n"),
-                    _user("\t"),
-                    _assistant("\n\nlate\n", "\n  deep \n"),
-                ),
-                *(_user(" \n"), _assistant("end ")),
-            ),
-        ),
-        c(
-            name="unicode",
-            messages=(
-                *(
-                    _system("Größe ≠ 大小"),
-                    _user("naïve cafe\u0301 👩‍👩‍👧 \u202eabc\u202c"),
-                    _assistant("日本語\u3000です", "思考"),
-                ),
-                *(_user("\ud7ff\U0010ffff"), _assistant("ﬁ ≠ fi"), _user("a\u0000b"), _assistant("🫠")),
-            ),
-        ),
-    )
+    return (*_with_text(), *_with_calls(), *_with_odd_text())
+
+
+def _with_text() -> Iterator[Conversation]:
+    thinking = [_assistant(m.content, f"Because {m.content}\n\nSo be it.") for m in _ANSWERS]
+    reasoned = tuple(m for pair in zip(_QUESTIONS, thinking, strict=True) for m in pair)
+    yield Conversation(name="questions and answers", messages=_PLAIN, required=True)
+    yield Conversation(name="reasoning in every turn", messages=reasoned, required=True)
+    yield Conversation(name="system message first", messages=(_system("Be brief."), *_PLAIN))
+    middle = (*_PLAIN[:2], _system("Now in French."), *_PLAIN[2:4], _system("Stop."), *_PLAIN[4:])
+    yield Conversation(name="system message in the middle", messages=middle)
+    asked = (*_PLAIN[:2], _user("Well?"), *_PLAIN[2:], _user("So?"), _user("And?"), _assistant("No."))
+    yield Conversation(name="user after user", messages=asked)
+    yield Conversation(name="assistant after assistant", messages=(*_PLAIN[:2], _assistant("And more."), *_PLAIN[2:]))
+
+
+def _with_calls() -> Iterator[Conversation]:
+    chain = [_system("Use tools."), _user("Add, then search.")]
+    chain += [_assistant("", "Add first.", _ONE), _result(_ONE, "3")]
+    chain += [_assistant("Now the notes.", "Then search.", _TWO), _result(_TWO, "nothing\nfound")]
+    chain += [_assistant("Three; no notes.", "Done."), _user("Thanks."), _assistant("Welcome.")]
+    yield Conversation(name="one call a turn", messages=tuple(chain), tools=TOOLS)
+    several = [_user("All at once."), _assistant(None, "Three calls.", _ONE, _TWO, _THREE)]
+    several += [_result(_ONE, "3"), _result(_TWO, "none"), _result(_THREE, "7")]
+    several += [_assistant("", "Once more.", _THREE), _result(_THREE, "7"), _assistant("7.", "Good.")]
+    yield Conversation(name="several calls in one turn", messages=tuple(several), tools=TOOLS)
+    errors = [_user("Go."), _assistant("", "Try.", _ODD), _result(_ODD, "Error: <tool_call> is not allowed\n")]
+    errors += [_assistant("", "Again.", _ONE), _result(_ONE, ""), _assistant("Failed.")]
+    errors += [_user("Why?"), _assistant("Odd.")]
+    yield Conversation(name="tool errors and odd arguments", messages=tuple(errors), tools=TOOLS)
+    call = _assistant("", "Call.", _ONE)
+    yield Conversation(name="question after a call", messages=(_PLAIN[0], call, *_PLAIN[2:]), tools=TOOLS)
+    answered = (_user("Go."), call, _result(_ONE, "3"), *_PLAIN[2:])
+    yield Conversation(name="question after results", messages=answered, tools=TOOLS)
+
+
+def _with_odd_text() -> Iterator[Conversation]:
+    empty = [_user(""), _assistant(""), _user("?"), _assistant("", "Nothing."), _user(""), _assistant("x")]
+    yield Conversation(name="empty content", messages=tuple(empty))
+    edges = [_user("\n\n  hi \n"), _assistant("  indented\n\n"), _user("\t")]
+    edges += [_assistant("\n\nlate\n", "\n  deep \n"), _user(" \n"), _assistant("end ")]
+    yield Conversation(name="white space at the edges", messages=tuple(edges))
+    letters = [_system("Größe ≠ 大小"), _user("naïve cafe\u0301 👩‍👩‍👧 \u202eabc\u202c")]
+    letters += [_assistant("日本語\u3000です", "思考"), _user("\ud7ff\U0010ffff"), _assistant("ﬁ ≠ fi")]
+    letters += [_user("a\u0000b"), _assistant("🫠")]
+    yield Conversation(name="unicode", messages=tuple(letters))
 
 
 @dataclass
