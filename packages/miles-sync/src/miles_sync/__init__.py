@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, is_expert, plan_buckets
+from miles_sync.canary import Expect, LogprobCanary
 from miles_sync.report import UpdateReport
 from miles_sync.transaction import Answer, Decision, Fault, Phase, Transaction
 from miles_sync.update import Canary, FleetFencedError, UpdateSource, update_weights
@@ -23,10 +24,12 @@ __all__ = [
     "Bucket",
     "Canary",
     "Decision",
+    "Expect",
     "Fault",
     "FleetFencedError",
     "LocalReceiver",
     "LocalSender",
+    "LogprobCanary",
     "MappedBucket",
     "Phase",
     "Piece",

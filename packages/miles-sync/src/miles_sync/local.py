@@ -24,6 +24,7 @@ from miles_sync.filling import fill_bucket
 from miles_sync.segments import Segment, SegmentPool
 from miles_sync.staging import Receiver
 from miles_sync.tensors import Bytes
+from miles_sync.verify import Comparison, Difference, Tolerance
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -182,3 +183,16 @@ class LocalReceiver(Receiver):
         with MappedBucket(bucket) as mapped:
             for tensor in bucket.tensors:
                 staging.put(tensor.spec, mapped.bytes_of(tensor), bucket.part_of, bucket.part_start)
+
+    def compare(self, buckets: Iterable[ShmBucket], tolerance: Tolerance | None = None) -> list[Difference]:
+        """Hold the served weights against an update that is sent again: by bits, or by value within a tolerance.
+
+        Returns:
+            What differs; nothing is changed.
+        """
+        comparison = Comparison(self.tensors, tolerance)
+        for bucket in buckets:
+            with MappedBucket(bucket) as mapped:
+                for tensor in bucket.tensors:
+                    comparison.put(tensor.spec, mapped.bytes_of(tensor), bucket.part_of, bucket.part_start)
+        return comparison.finish()
