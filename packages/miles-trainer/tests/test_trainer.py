@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_contracts import Group, InvalidFieldError, MilesError, Status, Trajectory
+from miles_contracts import Group, InvalidFieldError, MilesError, SamplingTransform, Status, Trajectory
 from miles_trainer import NonFiniteError, Trainer, TrainerConfig
 
 Folder = Callable[..., Path]
@@ -244,6 +245,29 @@ def test_refusals(model_folder: Folder, make_trajectory: Make, make_groups: Grou
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(InvalidFieldError, match="transformers cannot load it"):
         build(tmp_path)
+
+
+def test_truncated_sampling_warns_once(
+    model_folder: Folder, make_groups: Groups, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = build(model_folder("qwen3"))
+    plain = make_groups(num=1)
+    cut = [
+        Group(
+            prompt_index=g.prompt_index,
+            size=g.size,
+            trajectories=tuple(t.replace(sampling=SamplingTransform(top_p=0.9)) for t in g),
+        )
+        for g in plain
+    ]
+    with caplog.at_level(logging.WARNING, logger="miles_trainer.trainer"):
+        trainer.train_step(plain)
+        assert caplog.records == []
+        trainer.train_step(cut)
+        trainer.train_step(cut)
+    assert [r.message.split(":")[0] for r in caplog.records] == [
+        "trajectories were sampled with top_p=0.9, top_k=-1, min_p=0"
+    ]
 
 
 def test_score_of_short_trajectories(model_folder: Folder, make_trajectory: Make) -> None:

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_contracts import InvalidFieldError, MilesError, Trajectory, WeightManifest
+from miles_contracts import InvalidFieldError, MilesError, TrainerBackend, Trajectory, WeightManifest
 from miles_trainer import checkpoint
 from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
 from miles_trainer.config import ObjectiveKind, TrainerConfig
@@ -317,3 +317,9 @@ def _require_finite(what: str, values: Tensor, micro: MicroBatch) -> None:
             token=int(micro.target_index[first]),
         )
     )
+
+
+if TYPE_CHECKING:
+
+    def _conforms(backend: TorchBackend) -> TrainerBackend:
+        return backend

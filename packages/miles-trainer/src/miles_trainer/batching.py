@@ -160,21 +160,29 @@ def check_trajectories(trajectories: Sequence[Trajectory], vocab_size: int, max_
     Raises:
         InvalidFieldError: naming the trajectory.
     """
-    for t in trajectories:
-        if t.num_tokens and int(t.token_ids.max()) >= vocab_size:
-            raise InvalidFieldError(
-                f"token_ids of {describe(t.identity)}",
-                int(t.token_ids.max()),
-                f"the model's vocabulary has {vocab_size} ids; use the tokenizer of the trained model",
-            )
-        if max_length is not None and t.num_tokens > max_length:
-            raise InvalidFieldError(
-                f"token_ids of {describe(t.identity)}", t.num_tokens, f"the model holds at most {max_length} tokens"
-            )
-        if t.num_tokens and bool(t.loss_mask[0]):
-            raise InvalidFieldError(
-                f"loss_mask of {describe(t.identity)}", True, "the first token has no context; do not train it"
-            )
+    filled = [t for t in trajectories if t.num_tokens]
+    if not filled:
+        return
+    sizes = np.array([t.num_tokens for t in filled])
+    firsts = np.cumsum(sizes) - sizes
+    # one look at all tokens, since a look at each trajectory costs as much as the rest of the preparation
+    highest = np.maximum.reduceat(_concat([t.token_ids for t in filled], np.int32), firsts)
+    unknown = highest >= vocab_size
+    too_long = sizes > (max_length if max_length is not None else int(sizes.max()))
+    no_context = _concat([t.loss_mask for t in filled], np.bool_)[firsts]
+    bad = np.flatnonzero(unknown | too_long | no_context)
+    if not len(bad):
+        return
+    index = int(bad[0])
+    name = describe(filled[index].identity)
+    if unknown[index]:
+        remedy = f"the model's vocabulary has {vocab_size} ids; use the tokenizer of the trained model"
+        raise InvalidFieldError(f"token_ids of {name}", int(highest[index]), remedy)
+    if too_long[index]:
+        raise InvalidFieldError(
+            f"token_ids of {name}", int(sizes[index]), f"the model holds at most {max_length} tokens"
+        )
+    raise InvalidFieldError(f"loss_mask of {name}", True, "the first token has no context; do not train it")
 
 
 def build_micro_batch(

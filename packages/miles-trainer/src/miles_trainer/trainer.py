@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from miles_trainer.errors import describe
 if TYPE_CHECKING:
     import torch
 
+_LOG = logging.getLogger(__name__)
+
 
 class Trainer:
     """Trains a causal LM from groups of trajectories.
@@ -36,6 +39,7 @@ class Trainer:
     def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
         self.config = config
         self.backend = TorchBackend(Path(model_path), config, seed=seed)
+        self._warned = False
 
     @property
     def version(self) -> int:
@@ -62,9 +66,27 @@ class Trainer:
                 "give at least one scored trajectory with a trained token",
             )
         self.backend.check(credit.trajectories)
+        self._warn_of_truncated_sampling(credit)
         batch = self._batch(credit)
         metrics = self.backend.train(batch)
         return {**metrics, **_credit_metrics(credit, batch), "excluded_unrouted": float(unrouted)}
+
+    def _warn_of_truncated_sampling(self, credit: Credit) -> None:
+        """Say once that sampling left out part of the distribution whose log-probs are trained."""
+        if self._warned:
+            return
+        for t in credit.trajectories:
+            how = t.sampling
+            if how.top_p < 1 or how.top_k != -1 or how.min_p > 0:
+                self._warned = True
+                _LOG.warning(
+                    "trajectories were sampled with top_p=%g, top_k=%d, min_p=%g: log-probs are of the whole "
+                    "distribution, so the policy gradient is biased; sample with temperature only",
+                    how.top_p,
+                    how.top_k,
+                    how.min_p,
+                )
+                return
 
     def _with_routes(self, credit: Credit) -> tuple[Credit, int]:
         """Refuse or leave out trajectories whose routing cannot be replayed; also how many were left out.
