@@ -12,6 +12,7 @@ step: what happened later is repeated by a resumed run from the same state.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -71,19 +72,38 @@ async def write_checkpoint(
     clean(folder)
     try:
         with disk_errors(temporary):
-            temporary.mkdir()
+            os.mkdir(temporary)
             await save_trainer(temporary)
-            write_atomic(temporary / "loop.mls", wire.encode(state))
-            write_json(temporary / "checkpoint.json", {"step": state.step, "files": _seal(temporary)})
-            remove_tree(final)  # left by a run that was resumed from an earlier step
-            os.replace(temporary, final)
-            sync_file(folder)
+            await _in_thread(_commit, temporary, final, state)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    await _in_thread(_remove_old, folder, keep)
+    return final
+
+
+async def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Run what waits for the disk beside the event loop, and to its end also when the caller is cancelled."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
+
+
+def _commit(temporary: Path, final: Path, state: LoopState) -> None:
+    write_atomic(temporary / "loop.mls", wire.encode(state))
+    write_json(temporary / "checkpoint.json", {"step": state.step, "files": _seal(temporary)}, durable=True)
+    sync_file(temporary)
+    remove_tree(final)  # left by a run that was resumed from an earlier step
+    os.replace(temporary, final)
+    sync_file(final.parent)
+
+
+def _remove_old(folder: Path, keep: int) -> None:
     for _, old in list_checkpoints(folder)[:-keep]:
         remove_tree(old)
-    return final
 
 
 def _seal(directory: Path) -> dict[str, Any]:
@@ -94,7 +114,6 @@ def _seal(directory: Path) -> dict[str, Any]:
         if path.is_file():
             name = path.relative_to(directory).as_posix()
             files[name] = {"bytes": path.stat().st_size, "digest": file_digest(path)}
-    sync_file(directory)
     return files
 
 

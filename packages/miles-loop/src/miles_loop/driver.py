@@ -275,8 +275,8 @@ class Driver:
         started = time.monotonic()
         state = self._snapshot or self._take_snapshot()
         # The records up to this step must be on disk before the checkpoint says that the step is done.
-        self._metrics.sync()
-        self._ledger.sync()
+        await asyncio.to_thread(self._metrics.sync)
+        await asyncio.to_thread(self._ledger.sync)
         path = await write_checkpoint(parts.folder.checkpoints, state, parts.trainer.save, self._config.checkpoint.keep)
         self._checkpoint_s = time.monotonic() - started
         self._saved_step = progress.step

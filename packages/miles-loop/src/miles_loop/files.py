@@ -70,9 +70,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     """`write_atomic` of indented JSON."""
-    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode(), durable=durable)
 
 
 def remove_tree(path: Path) -> None:

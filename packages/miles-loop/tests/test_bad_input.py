@@ -1,0 +1,126 @@
+"""Bad input is refused before anything runs, naming field, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from loop_toy.model import build
+from loop_toy.recipe import RECIPE, main
+
+from miles_contracts import InvalidFieldError
+from miles_loop.arguments import config_for, parse
+from miles_loop.assembly import Assembly
+from miles_loop.command import TRAIN_FLAGS
+from miles_loop.compose import make_rollout, make_tasks
+from miles_rollout.tasks import TaskFileError
+
+AT_ONCE = {
+    "misspelt option": (("--trainer.optimizer.rl", "1"), "did you mean 'trainer.optimizer.lr'?"),
+    "misspelt short option": (("--step", "3"), "did you mean 'steps'?"),
+    "misspelt task": (("--task", "vowel"), "did you mean 'vowels'?"),
+    "misspelt target": (("--hardware", "h10"), "did you mean 'h100'?"),
+    "value of another type": (("--steps", "many"), "steps: got 'many'"),
+    "value out of range": (("--rollout.sampling.top_p", "2"), "rollout.sampling.top_p: got '2'"),
+    "missing configuration": (("--config", "nowhere.toml"), "--config: got 'nowhere.toml'; cannot be read"),
+    "target that needs more": (("--hardware", "h100"), "this target needs a GPU"),
+    "task without a source": (("--task.source", "reasoning_gym"), "task.dataset: got None"),
+    "word": (("steps",), "argument: got 'steps'"),
+    "run that is not there": (("--resume", "nowhere"), "no run there"),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_a_command_line_is_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, expected = AT_ONCE[case]
+    assert main(["train", *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder."""
+    folder = tmp_path_factory.mktemp("model")
+    build(folder, 0)
+    return folder
+
+
+def assemble(model: Path, *options: str) -> Assembly:
+    """What a run does before its first step."""
+    return Assembly(RECIPE, config_for(RECIPE, parse(options, TRAIN_FLAGS)), model, 256)
+
+
+BY_ASSEMBLY = {
+    "unknown reward": (("--task.reward", "exakt"), "did you mean 'exact'?"),
+    "missing reward": (("--task.reward", "nowhere:reward"), "there is no module nowhere"),
+    "missing agent": (("--task.agent", "loop_toy.agent:nobody"), "has no nobody"),
+    "missing prompts": (("--task", "nowhere.jsonl"), "cannot be read"),
+    "prompt longer than the engine's limit": (("--engine.max_context", "8"), "alone has"),
+    "prompt longer than its own limit": (("--rollout.max_prompt_tokens", "9"), "a prompt has"),
+    "everything held out": (("--task.eval_size", "24"), "hold out fewer"),
+}
+
+
+@pytest.mark.parametrize("case", BY_ASSEMBLY)
+def test_an_assembly_is_refused(case: str, model: Path) -> None:
+    options, expected = BY_ASSEMBLY[case]
+    with pytest.raises(InvalidFieldError) as caught:
+        assemble(model, *options)
+    assert expected in str(caught.value)
+
+
+def test_a_good_one_is_not(model: Path) -> None:
+    assemble(model)
+    assemble(model, "--task.reward", "numeric", "--engine.max_context", "100")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--rollout.group_size", "1", "--rollout.filter", "no_signal"), "a group of one has no reward variance"),
+        (("--rollout.buffer_groups", "1"), "a batch has 2 groups"),
+    ],
+)
+def test_groups_that_cannot_work_are_refused(options: tuple[str, ...], expected: str) -> None:
+    config = config_for(RECIPE, parse(options, TRAIN_FLAGS))
+    tasks = make_tasks(config.task, config.seed)
+
+    async def generate(*_: object) -> list[object]:
+        return []
+
+    with pytest.raises(InvalidFieldError, match=expected):
+        make_rollout(config, tasks.train, generate)  # type: ignore[arg-type]
+
+
+def test_broken_lines_are_all_named(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": \n{"question": "b"}\n')
+    with pytest.raises(TaskFileError) as caught:
+        assemble(model, "--task", str(prompts))
+    assert "line 2: not JSON" in str(caught.value)
+    assert "line 3: no field 'prompt'" in str(caught.value)
+
+
+def test_a_split_trains_on_what_it_does_not_hold_out() -> None:
+    tasks = make_tasks(config_for(RECIPE, parse(["--task.eval_size", "5"], TRAIN_FLAGS)).task, seed=1)
+    assert tasks.held_out is not None
+    trained = {tasks.train.at(i).messages[-1].content for i in range(tasks.train.size)}
+    held_out = [tasks.held_out.at(i).messages[-1].content for i in range(tasks.held_out.size)]
+    assert held_out == [f"Write {i} letters." for i in range(19, 24)]
+    assert len(trained) == 19
+    assert not trained & set(held_out)
+
+
+def test_a_file_of_its_own_may_be_held_out(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    config = config_for(RECIPE, parse(["--task.eval_path", str(held_out), "--task.eval_size", "1"], TRAIN_FLAGS))
+    tasks = make_tasks(config.task, 0)
+    assert tasks.held_out is not None
+    assert (tasks.train.size, tasks.held_out.size) == (24, 1)
+    nothing = config_for(RECIPE, parse(["--task.eval_size", "0"], TRAIN_FLAGS))
+    assert make_tasks(nothing.task, 0).held_out is None
