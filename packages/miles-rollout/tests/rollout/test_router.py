@@ -122,7 +122,7 @@ async def test_a_restarted_engine_is_quarantined_until_it_is_checked() -> None:
     await router.check_health()
     assert len(router.serving) == 3
     await router.generate("x", [1, 2], PARAMS)
-    assert [ids for ids, _ in again.served] == [(1,), (1, 2)], "it had to sample one token first"
+    assert len(again.served) == 1
 
 
 async def test_turns_wait_for_an_engine_and_give_up_with_the_reasons() -> None:
@@ -168,7 +168,7 @@ async def test_a_refused_request_is_not_issued_again() -> None:
     assert router.quarantined == {}
 
 
-async def test_an_engine_that_hangs_only_in_sampling_is_struck_out_and_stays_out() -> None:
+async def test_an_engine_that_hangs_only_in_sampling_is_struck_out_for_longer_each_time() -> None:
     class Stuck(MemoryEngine):
         async def generate(self, *args, **kwargs):
             await self.hung.wait()
@@ -179,18 +179,19 @@ async def test_an_engine_that_hangs_only_in_sampling_is_struck_out_and_stays_out
 
     stuck = Stuck("http://engine-0")
     stuck.hung.clear()
-    router = Router([stuck], version=0, config=RouterConfig(turn_deadline_s=0.01, health_deadline_s=0.05, strikes=2))
-    for _ in range(2):
+    router = Router([stuck], version=0, config=RouterConfig(turn_deadline_s=0.01, strikes=2))
+    for rounds in (1, 2, 4):
+        for _ in range(2):
+            with pytest.raises(DeadlineExceededError):
+                await router.generate("x", [1], PARAMS)
+        for _ in range(rounds):
+            await router.check_health()
+            assert "2 failures in a row" in router.quarantined[stuck.url], "it answers, but it does not sample"
         await router.check_health()
         assert router.quarantined == {}
-        with pytest.raises(DeadlineExceededError):
-            await router.generate("x", [1], PARAMS)
-    assert "2 failures in a row" in router.quarantined[stuck.url]
-    await router.check_health()
-    assert "health check" in router.quarantined[stuck.url], "it answers, but it does not sample"
     stuck.hung.set()
-    await router.check_health()
-    assert router.quarantined == {}
+    await router.generate("x", [1], PARAMS)
+    assert router._sentence[stuck.url] == 0, "it has proved itself"
     await router.close()
 
 

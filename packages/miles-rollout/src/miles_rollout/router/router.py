@@ -1,8 +1,9 @@
 """The router sends each turn to an engine, and sends it to another when that one dies.
 
 An engine that dies, hangs or keeps failing is quarantined: its in-flight turns are issued again elsewhere, and it
-serves again only after it is healthy, reports the current weight version and samples one token. A turn that is
-issued again keeps its seed, so the session loses time and nothing else.
+serves again only after it is healthy and reports the current weight version. One that answered its health checks
+while its turns failed stays out for 1, 2, 4 ... rounds of them. A turn that is issued again keeps its seed, so the
+session loses time and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from miles_rollout.router.table import Placement, RouterTable
 
 _log = logging.getLogger(__name__)
 _RETRIED_STATUS = (408, 429)
-_CANARY = SamplingParams(max_new_tokens=1, temperature=0.0)
+_LONGEST_PROBATION = 256
 
 
 class RouterConfig(BaseModel):
@@ -80,6 +81,8 @@ class Router:
         self._serving.set()
         self._strikes = dict.fromkeys(self._engines, 0)
         self._misses = dict.fromkeys(self._engines, 0)
+        self._sentence = dict.fromkeys(self._engines, 0)
+        self._probation = dict.fromkeys(self._engines, 0)
         self._reissued = 0
         self._quarantined = 0
         self._monitor: asyncio.Task[None] | None = None
@@ -131,6 +134,7 @@ class Router:
             self._lost[engine.url].set()
         self._engines[engine.url] = engine
         self._strikes[engine.url] = self._misses[engine.url] = 0
+        self._sentence[engine.url] = self._probation[engine.url] = 0
 
     def quarantine(self, url: str, reason: str) -> None:
         """Take an engine out of service; its in-flight turns are issued again elsewhere."""
@@ -178,7 +182,7 @@ class Router:
                 continue
             finally:
                 self._table.done(name, tokens)
-            self._strikes[name] = 0
+            self._strikes[name] = self._sentence[name] = 0
             self._table.answered(name, prompt_tokens=len(input_ids), cached_tokens=result.cached_tokens)
             return result
         raise AssertionError("unreachable: the last issue returns or raises")
@@ -249,6 +253,9 @@ class Router:
     def _strike(self, name: str, reason: str) -> None:
         self._strikes[name] += 1
         if self._strikes[name] >= self._config.strikes:
+            # Its health checks say nothing about sampling, so they alone must not bring it back at once.
+            self._sentence[name] = min(2 * self._sentence[name], _LONGEST_PROBATION) or 1
+            self._probation[name] = self._sentence[name]
             self.quarantine(name, f"{self._strikes[name]} failures in a row, the last: {reason}")
 
     def _abort(self, engine: Engine, request_id: str) -> None:
@@ -272,7 +279,7 @@ class Router:
         engine, wanted = self._engines[name], self._version
         try:
             async with asyncio.timeout(self._config.health_deadline_s):
-                problem = await self._problem(engine, wanted, canary=self._table.slots[name].quarantine is not None)
+                problem = await self._problem(engine, wanted)
         except TimeoutError:
             problem = _Problem(f"no answer to a health check within {self._config.health_deadline_s:g} s")
         except EngineError as error:
@@ -286,6 +293,9 @@ class Router:
                 self.quarantine(name, problem.reason)
             return
         self._misses[name] = 0
+        if self._probation[name]:
+            self._probation[name] -= 1
+            return
         if self._table.admit(name):
             _log.warning("engine %s serves again", name)
             self._strikes[name] = 0
@@ -293,16 +303,14 @@ class Router:
             self._serving.set()
 
     @staticmethod
-    async def _problem(engine: Engine, wanted: int | None, *, canary: bool) -> _Problem | None:
-        """Why an engine may not serve, None when it may. A canary is one token, sampled."""
+    async def _problem(engine: Engine, wanted: int | None) -> _Problem | None:
+        """Why an engine may not serve, None when it may."""
         if not await engine.healthy():
             return _Problem("it says that it is not healthy")
         version = await engine.weight_version()
         # A version above `wanted` is the next update, already committed on this engine.
         if wanted is not None and (version is None or version < wanted):
             return _Problem(f"it serves version {version}, the current one is {wanted}", final=True)
-        if canary and len((await engine.generate([1], _CANARY)).output_ids) != 1:
-            return _Problem("it does not sample")
         return None
 
 
