@@ -36,7 +36,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         data: uint8 [len(offsets) * length].
-        offsets: int64, first byte of each run in the region.
+        offsets: int64, first byte of each run in the region; at least one.
         length: bytes of a run.
     """
 

@@ -88,7 +88,8 @@ class NixlWriter:
         kept = [np.ascontiguousarray(write.data) for write in writes]
         for write, data in zip(writes, kept, strict=True):
             base = data.ctypes.data
-            if len(write.offsets) and int(write.offsets.max()) + write.length > region.num_bytes:
+            low, high = int(write.offsets.min()), int(write.offsets.max()) + write.length
+            if low < 0 or high > region.num_bytes:
                 raise WeightUpdateError(f"a write leaves the region of {region.num_bytes} bytes")
             for number, offset in enumerate(write.offsets.tolist()):
                 local.append((base + number * write.length, write.length, 0))

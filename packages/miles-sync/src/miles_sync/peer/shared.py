@@ -38,7 +38,7 @@ class SharedMemory:
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._pool = SegmentPool(directory)
         self._segment = self._pool.take(num_bytes)
-        self.handle = f"{_PREFIX}{self._segment.path}"
+        self.handle = f"{_PREFIX}{num_bytes}:{self._segment.path}"
         self.data: Bytes = self._segment.array[:num_bytes]
 
     def close(self) -> None:
@@ -63,7 +63,8 @@ class SharedWriter:
         if region is None:
             region = self._mapped[handle] = _map(handle)
         for write in writes:
-            if len(write.offsets) and int(write.offsets.max()) + write.length > len(region):
+            low, high = int(write.offsets.min()), int(write.offsets.max()) + write.length
+            if low < 0 or high > len(region):
                 raise WeightUpdateError(f"a write leaves the region {handle} of {len(region)} bytes")
             put_runs(region, write.offsets, write.length, write.data)
 
@@ -73,12 +74,13 @@ class SharedWriter:
 
 
 def _map(handle: str) -> Bytes:
-    path = handle.removeprefix(_PREFIX)
+    size, _, path = handle.removeprefix(_PREFIX).partition(":")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise WeightUpdateError(f"peer memory {handle} is gone: {error.strerror}") from error
     try:
-        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), np.uint8)
+        # The file is a whole number of pages; the region ends where its owner says.
+        return np.frombuffer(mmap.mmap(descriptor, int(size)), np.uint8)
     finally:
         os.close(descriptor)

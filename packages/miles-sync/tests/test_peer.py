@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import layouts
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fleet import manifest_of, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_contracts import InvalidFieldError, WeightUpdateError
+from miles_sync.convert import scatter
+from miles_sync.peer import PeerBackend, PeerBucket, PeerReceiver, PeerSender, merge
+from miles_sync.peer.memory import Write
+from miles_sync.peer.sender import plan_rounds
+from miles_sync.peer.shared import SharedBackend
+from miles_sync.peer.tcp import TcpBackend
+from miles_sync.runs import put_runs, take_runs
+from miles_sync.transfer import plan_transfers
+
+SOURCE, TARGET = layouts.fsdp(2), layouts.engine(2)
+
+
+@pytest.fixture(params=["tcp", "shared memory"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> PeerBackend:
+    return TcpBackend(timeout_s=5.0) if request.param == "tcp" else SharedBackend(tmp_path)
+
+
+class Pair:
+    """Two source ranks and two target ranks in this process."""
+
+    def __init__(self, backend: PeerBackend) -> None:
+        self.receivers = [PeerReceiver(SOURCE, TARGET, r, backend) for r in range(2)]
+        handles = [r.handle for r in self.receivers]
+        self.senders = [PeerSender(SOURCE, TARGET, r, backend.writer(), handles, 900) for r in range(2)]
+        self.weights = layouts.weights(3)
+        self.manifest = manifest_of(self.weights, 1)
+        for receiver in self.receivers:
+            receiver.begin("u", self.manifest)
+
+    def rounds(self) -> list[PeerBucket]:
+        streams = [s.send(scatter(SOURCE, r, self.weights), self.manifest, "u") for r, s in enumerate(self.senders)]
+        return [merge(parts) for parts in zip(*streams, strict=True)]
+
+    def close(self) -> None:
+        for end in [*self.senders, *self.receivers]:
+            end.close()
+
+
+@pytest.fixture
+def pair(backend: PeerBackend) -> Pair:
+    return Pair(backend)
+
+
+def test_each_rank_ends_with_its_own_shard(pair: Pair) -> None:
+    for bucket in pair.rounds():
+        for receiver in pair.receivers:
+            receiver.load(bucket)
+            receiver.load(bucket)
+    for rank, receiver in enumerate(pair.receivers):
+        receiver.commit("u")
+        receiver.commit("u")
+        assert same_bits(receiver.tensors, scatter(TARGET, rank, pair.weights))
+    pair.close()
+
+
+def test_a_missing_transfer_is_named_and_nothing_is_committed(pair: Pair) -> None:
+    rounds = pair.rounds()
+    for bucket in rounds[1:]:
+        pair.receivers[0].load(bucket)
+    with pytest.raises(WeightUpdateError, match=r"tensor model.embed.*\d+ transfer.s. did not come") as caught:
+        pair.receivers[0].commit("u")
+    assert caught.value.tensor == "model.embed_tokens.weight"
+    assert pair.receivers[0].tensors == {}
+    pair.close()
+
+
+def test_bits_that_another_writer_changed_are_named(pair: Pair) -> None:
+    rounds = pair.rounds()
+    pair.receivers[1]._memory.data[:] ^= 1
+    last = next(b for b in reversed(rounds) if any(w.transfer in pair.receivers[1]._mine for w in b.written))
+    with pytest.raises(WeightUpdateError, match=r"digest is .*, source rank \d says"):
+        pair.receivers[1].load(last)
+    pair.close()
+
+
+def test_a_late_write_cannot_reach_weights_that_serve(pair: Pair) -> None:
+    for bucket in pair.rounds():
+        pair.receivers[0].load(bucket)
+    pair.receivers[0].commit("u")
+    pair.receivers[0]._memory.data[:] = 255
+    assert same_bits(pair.receivers[0].tensors, scatter(TARGET, 0, pair.weights))
+    pair.close()
+
+
+def test_an_update_that_was_rolled_back_stays_over(pair: Pair) -> None:
+    receiver = pair.receivers[0]
+    receiver.rollback("u")
+    with pytest.raises(WeightUpdateError, match="u is over here"):
+        receiver.begin("u", pair.manifest)
+    with pytest.raises(WeightUpdateError, match="u was not begun here"):
+        receiver.commit("u")
+    pair.close()
+
+
+def test_a_peer_that_is_gone_fails_the_sender(backend: PeerBackend) -> None:
+    memory, writer = backend.expose(100), backend.writer()
+    memory.close()
+    write = Write(data=np.zeros(10, np.uint8), offsets=np.zeros(1, np.int64), length=10)
+    with pytest.raises(WeightUpdateError, match="is gone"):
+        writer.write(memory.handle, [write])
+    writer.close()
+
+
+@pytest.mark.parametrize("offset", [95, -1])
+def test_a_write_outside_the_region_is_refused(backend: PeerBackend, offset: int) -> None:
+    memory, writer = backend.expose(100), backend.writer()
+    memory.data[:] = 7
+    write = Write(data=np.zeros(10, np.uint8), offsets=np.array([offset], np.int64), length=10)
+    with pytest.raises(WeightUpdateError, match="leaves the region|refused a write"):
+        writer.write(memory.handle, [write])
+    assert (memory.data == 7).all()
+    writer.close()
+    memory.close()
+
+
+def test_a_connection_without_the_secret_cannot_write() -> None:
+    memory = TcpBackend(timeout_s=5.0).expose(100)
+    memory.data[:] = 7
+    host, port, _ = memory.handle.removeprefix("tcp:").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.settimeout(5)
+        stranger.sendall(bytes(16) + (1).to_bytes(8, "little") * 2 + bytes(8) + b"x")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert (memory.data == 7).all()
+    memory.close()
+
+
+@settings(max_examples=50)
+@given(data=st.data(), length=st.integers(1, 9), count=st.integers(1, 200))
+def test_runs_are_taken_and_put_back_in_order(data: st.DataObject, length: int, count: int) -> None:
+    gaps = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    offsets = np.cumsum(np.array(gaps) + length) - length
+    source = np.random.default_rng(0).integers(0, 256, int(offsets[-1]) + length, dtype=np.uint8)
+    packed = take_runs(source, offsets, length)
+    assert packed.tobytes() == b"".join(source[o : o + length].tobytes() for o in offsets.tolist())
+    target = np.zeros_like(source)
+    put_runs(target, offsets, length, packed)
+    assert take_runs(target, offsets, length).tobytes() == packed.tobytes()
+    covered = np.zeros(len(source), bool)
+    for o in offsets.tolist():
+        covered[o : o + length] = True
+    assert not target[~covered].any()
+
+
+@given(bucket_bytes=st.integers(1, 5000))
+def test_rounds_hold_every_transfer_once(bucket_bytes: int) -> None:
+    plan = plan_transfers(SOURCE, TARGET)
+    rounds = plan_rounds(plan, bucket_bytes)
+    assert sorted(n for numbers in rounds for n in numbers) == list(range(len(plan.transfers)))
+    for numbers in rounds:
+        assert len(numbers) == 1 or sum(plan.transfers[n].num_bytes for n in numbers) <= bucket_bytes
+
+
+def test_senders_and_receivers_refuse_another_model(pair: Pair) -> None:
+    other = manifest_of({"w": torch.zeros(3)}, 1)
+    with pytest.raises(WeightUpdateError, match="not of the model"):
+        next(pair.senders[0].send({}, other, "u"))
+    with pytest.raises(WeightUpdateError, match="not of the model"):
+        pair.receivers[0].begin("u2", other)
+    stored = scatter(SOURCE, 0, pair.weights)
+    del stored["model.norm.weight"]
+    with pytest.raises(WeightUpdateError, match=r"tensor model.norm.weight: this rank's layout has it"):
+        next(pair.senders[0].send(stored, pair.manifest, "u"))
+    stored["model.norm.weight"] = torch.zeros(1)
+    with pytest.raises(WeightUpdateError, match=r"tensor model.norm.weight: the layout says float32\[6\]"):
+        next(pair.senders[0].send(stored, pair.manifest, "u"))
+    with pytest.raises(InvalidFieldError, match="handles: got 1"):
+        PeerSender(SOURCE, TARGET, 0, TcpBackend().writer(), [""])
+    rounds = pair.rounds()
+    with pytest.raises(InvalidFieldError, match="all of round 0"):
+        merge([rounds[0], rounds[1]])
+    wild = msgspec.structs.replace(rounds[0], written=(msgspec.structs.replace(rounds[0].written[0], transfer=9999),))
+    with pytest.raises(WeightUpdateError, match="transfer 9999 is not in the plan"):
+        pair.receivers[0].load(wild)
+    pair.close()
+
+
+def test_refuses_a_timeout_that_is_not_positive() -> None:
+    with pytest.raises(InvalidFieldError, match="timeout_s: got 0"):
+        TcpBackend(timeout_s=0)
