@@ -66,8 +66,8 @@ def build_moe(directory: Path, seed: int) -> None:
 def write_model(directory: Path, shape: Shape, seed: int) -> None:
     """Write a whole model folder; the same shape and seed give the same bytes."""
     tokenizer = write_tokenizer(directory)
-    end_of_text, turn_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)
-    vocabulary = tokenizer.get_vocab_size()
+    ids = tokenizer.get_vocab()
+    end_of_text, turn_end, vocabulary = ids[END_OF_TEXT], ids[TURN_END], len(ids)
     _write_json(directory / "config.json", model_config(shape, vocabulary, end_of_text, turn_end))
     stops = {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text}
     _write_json(directory / "generation_config.json", stops)

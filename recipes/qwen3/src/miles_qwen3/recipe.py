@@ -1,4 +1,4 @@
-"""Qwen3 as data: models, tasks and defaults. The GPU targets are in `hardware`."""
+"""The Qwen3 recipe: models, tasks and hardware targets by name. Data only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from miles_qwen3.sorting import HELD_OUT, HELD_OUT_FILE, LENGTH, TRAIN_FILE, dat
 
 STEPS = 150
 
+MODELS = (
+    ModelPreset(
+        name="tiny",
+        summary="Qwen3, 2 layers, 64 hidden, 0.1 M parameters; random weights made by the run's seed",
+        build="miles_qwen3.model:build_tiny",
+    ),
+    ModelPreset(
+        name="moe",
+        summary="Qwen3-MoE, as tiny with 8 experts of which 2 are used; the engine's routing is replayed",
+        build="miles_qwen3.model:build_moe",
+    ),
+    ModelPreset(
+        name="smollm2-135m",
+        summary="SmolLM2-135M-Instruct, pretrained; from the packages of the extra smollm2, 0.5 GB on disk",
+        build="miles_qwen3.smollm2:build",
+        heavy=True,
+        overrides={
+            "trainer": {
+                "optimizer": {"lr": 5e-6, "betas": (0.9, 0.95), "schedule": {"warmup_steps": 2}},
+                "objective": {"entropy_coefficient": 0.0},
+            },
+            "rollout": {"groups_per_step": 4, "group_size": 8},
+        },
+    ),
+)
+
 SORT = TaskPreset(
     name="sort",
-    summary="sort the letters of a short word; partial credit in training, exact match held out",
+    summary="sort the five letters of a word; partial credit in training, exact match on held-out words",
     overrides={
         "task": {
             "name": "sort",
@@ -21,52 +47,77 @@ SORT = TaskPreset(
             "reward": "miles_qwen3.sorting:closeness",
             "eval_reward": "exact",
         },
-        # an answer, its end, and one token to learn that more is too many
+        # the letters, the end, and one token to learn that more is too many
         "rollout": {"sampling": {"max_new_tokens": LENGTH + 2}},
         "evaluation": {"sampling": {"max_new_tokens": LENGTH + 2}},
     },
 )
 
+GUESS = TaskPreset(
+    name="guess",
+    summary="a game of several turns through the session server: find a hidden digit by higher and lower",
+    overrides={
+        "task": {
+            "name": "guess",
+            "source": "jsonl",
+            "path": str(data_file("guess.jsonl")),
+            "eval_path": str(data_file("guess.jsonl")),
+            "eval_size": 10,
+            "agent": "miles_qwen3.guessing:play",
+        },
+        "rollout": {"sampling": {"max_new_tokens": 3}},
+        "evaluation": {"sampling": {"max_new_tokens": 3}},
+    },
+)
+
+ADD = TaskPreset(
+    name="add",
+    summary="sums of two numbers from reasoning-gym, scored by its verifier; for pretrained models",
+    overrides={
+        "task": {
+            "name": "add",
+            "source": "reasoning_gym",
+            "dataset": "chain_sum",
+            "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+            "template": "{question}\nAnswer with the number only.",
+            "size": 2048,
+            "eval_size": 64,
+            "reward": "verifier",
+        },
+        "rollout": {"sampling": {"max_new_tokens": 12}},
+        "evaluation": {"sampling": {"max_new_tokens": 12}},
+    },
+)
+
 RECIPE = Recipe(
     family="qwen3",
-    summary="Reinforcement learning of Qwen3 models: dense and mixture-of-experts, from a laptop up.",
-    models=(
-        ModelPreset(
-            name="tiny",
-            summary="0.1 M parameters, random weights: learns the default task in under a minute on a CPU",
-            build="miles_qwen3.model:build_tiny",
-        ),
-        ModelPreset(
-            name="moe",
-            summary="the same with 8 experts of which a token uses 2; the engine's choices are replayed in training",
-            build="miles_qwen3.model:build_moe",
-        ),
-    ),
-    tasks=(SORT,),
+    summary="Qwen3: train a small model on this machine, or a large one on GPUs.",
+    models=MODELS,
+    tasks=(SORT, GUESS, ADD),
     hardware=TARGETS,
     defaults={
         "steps": STEPS,
         "pipeline_depth": 1,
-        "rollout": {"groups_per_step": 16, "group_size": 16},
-        "evaluation": {"every": 25},
+        "rollout": {"groups_per_step": 8, "group_size": 16},
         "trainer": {
+            # No division by the group's standard deviation: early on most groups differ by one lucky letter, and
+            # dividing by that small deviation makes luck as loud as skill.
+            "advantage": {"estimator": "dr_grpo"},
+            "objective": {"entropy_coefficient": 0.005},
             "optimizer": {
                 "lr": 3e-3,
                 "betas": (0.9, 0.99),
                 "schedule": {"kind": "cosine", "warmup_steps": 10, "total_steps": STEPS, "final_factor": 0.1},
             },
-            # a policy that starts uniform must not settle on its first lucky answers
-            "objective": {"entropy_coefficient": 0.005},
         },
     },
     examples=(
-        ("learn to sort letters, on this machine", "miles-qwen3 train --hardware cpu"),
-        ("a mixture of experts, its routing replayed", "miles-qwen3 train --hardware cpu --model moe"),
         (
-            "your own prompts and your own reward",
-            "miles-qwen3 train --task prompts.jsonl --task.reward my_rewards:score",
+            "train the default model on the default task, about a minute on two cores",
+            "miles-qwen3 train --hardware cpu",
         ),
-        ("continue a run that was stopped or killed", "miles-qwen3 train --resume runs/qwen3-..."),
-        ("what a GPU target would run", "miles-qwen3 train --hardware h100-8b --dry-run"),
+        ("mixture of experts, with the engine's routing replayed in the trainer", "miles-qwen3 train --model moe"),
+        ("your own prompts", "miles-qwen3 train --task prompts.jsonl --task.reward exact"),
+        ("what would run on eight H100", "miles-qwen3 train --hardware h100-4b --dry-run"),
     ),
 )

@@ -1,7 +1,7 @@
 """The default task: sort the letters of a short word. Prompts, answers and the reward.
 
-All 1,024 words of five letters from a to d are split once, at random but fixed, into 896 for training and 128 held
-out, and kept in `data/` as JSONL. `python -m miles_qwen3.sorting FOLDER` writes the two files again.
+All 243 words of five letters from a to c are split once, at random but fixed, into 179 for training and 64 held out,
+and kept in `data/` as JSONL. `python -m miles_qwen3.sorting FOLDER` writes the two files again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from miles_contracts import Task
 
-LETTERS, LENGTH, HELD_OUT, SPLIT_SEED = "abcd", 5, 128, 7
+LETTERS, LENGTH, HELD_OUT, SPLIT_SEED = "abc", 5, 64, 7
 TRAIN_FILE, HELD_OUT_FILE = "sort_train.jsonl", "sort_held_out.jsonl"
 
 

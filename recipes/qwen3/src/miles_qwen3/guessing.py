@@ -1,0 +1,86 @@
+"""A small text game of several turns, played against the session server: find a hidden digit.
+
+The player names a digit and is told `higher` or `lower` by one character, `+` or `-`, until it has found the digit or
+used up its guesses. This is an agent as any other: it knows a base URL and the OpenAI chat API, and nothing of tokens.
+`python -m miles_qwen3.guessing FILE` writes the ten tasks, one for each digit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from miles_contracts import AgentResult, InvalidFieldError, SamplingParams, Task
+
+GUESSES = 4
+"""Halving ten digits needs at most four."""
+OPENING = "0-9?"
+
+
+async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
+    """One game. `task.label` is the hidden digit.
+
+    The reward is 1 for a digit found at once and 0.1 less for every further guess; for one that was not found it is at
+    most 0.4, less with every step between the last guess and the digit; 0 without any legal guess.
+    """
+    hidden = _hidden_digit(task)
+    messages: list[dict[str, str]] = [{"role": "user", "content": OPENING}]
+    headers = {"Authorization": f"Bearer {metadata['api_key']}"}
+    last: int | None = None
+    async with aiohttp.ClientSession(headers=headers) as client:
+        for guesses in range(GUESSES):
+            text = await _ask(client, base_url, messages, params)
+            if len(text) != 1 or text not in "0123456789":
+                return _result(hidden, last, guesses, legal=False)
+            last = int(text)
+            if last == hidden:
+                return _result(hidden, last, guesses + 1)
+            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "user", "content": "+" if last < hidden else "-"})
+    return _result(hidden, last, GUESSES)
+
+
+def reward_of(hidden: int, last: int | None, guesses: int) -> float:
+    """Reward of a game that ended after `guesses` legal guesses, the last of which was `last` (None without any)."""
+    if last is None:
+        return 0.0
+    if last == hidden:
+        return 1.0 - 0.1 * (guesses - 1)
+    return 0.4 * (1.0 - abs(last - hidden) / 9)
+
+
+def _hidden_digit(task: Task) -> int:
+    if not isinstance(task.label, int) or not 0 <= task.label <= 9:
+        raise InvalidFieldError("label", task.label, "this game hides a whole number from 0 to 9")
+    return task.label
+
+
+def _result(hidden: int, last: int | None, guesses: int, *, legal: bool = True) -> AgentResult:
+    metrics = {"found": float(last == hidden), "guesses": float(guesses), "illegal": float(not legal)}
+    return AgentResult(reward=reward_of(hidden, last, guesses), metrics=metrics)
+
+
+async def _ask(
+    client: aiohttp.ClientSession, base_url: str, messages: list[dict[str, str]], params: SamplingParams
+) -> str:
+    body = {"model": "policy", "messages": messages, "max_tokens": params.max_new_tokens}
+    async with client.post(f"{base_url.rstrip('/')}/chat/completions", json=body) as response:
+        response.raise_for_status()
+        answer = await response.json()
+    choice = answer["choices"][0]
+    # A turn that met its length limit cannot be continued, so it is not a legal guess either.
+    return "" if choice["finish_reason"] == "length" else str(choice["message"]["content"] or "")
+
+
+def lines() -> str:
+    """The ten tasks as JSONL."""
+    return "".join(json.dumps({"prompt": OPENING, "label": digit}) + "\n" for digit in range(10))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(lines())
