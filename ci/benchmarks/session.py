@@ -72,8 +72,11 @@ class Texts:
 
     def take(self, tokens: int) -> str:
         """The next piece."""
-        self._at = (self._at + tokens) % (len(self.ids) - 200_000)
-        return str(self.tokenizer.decode(self.ids[self._at : self._at + tokens]))
+        around = (
+            [*self.ids[self._at :], *self.ids, *self.ids] if self._at + tokens > len(self.ids) else self.ids[self._at :]
+        )
+        self._at = (self._at + tokens) % len(self.ids)
+        return str(self.tokenizer.decode(around[:tokens]))
 
 
 # -- the two servers, each a process of its own -----------------------------------------------------------------

@@ -125,9 +125,14 @@ class Conversation:
         self._path = f"/sessions/{session_id}/v1/chat/completions"
         self._messages: list[bytes] = []
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._lock = asyncio.Lock()
 
     async def turn(self, text: str) -> None:
-        """Append a user message, ask, and append the reply."""
+        """Append a user message, ask, and append the reply; a turn waits for the one before."""
+        async with self._lock:
+            await self._turn(text)
+
+    async def _turn(self, text: str) -> None:
         self._messages.append(_message("user", text))
         body = b'{"model":"policy","max_tokens":4096,"messages":[' + b",".join(self._messages) + b"]}"
         answer = _DECODER.decode(await self._post(self._path, body))
