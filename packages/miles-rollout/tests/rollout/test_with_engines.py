@@ -20,7 +20,7 @@ from miles_rollout.router import Router, RouterConfig
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig, WorkerState
 
-FAST = RouterConfig(health_interval_s=0.2, health_deadline_s=1.0, health_misses=2, no_engine_s=120)
+FAST = RouterConfig(health_interval_s=0.2, health_deadline_s=2.0, health_misses=2, no_engine_s=120)
 
 
 def make_generate(router: Router, *, max_new_tokens: int = 24) -> Generate:

@@ -209,7 +209,7 @@ async def test_a_hanging_episode_is_ended() -> None:
         if prompt == 0 and member == 0:
             await asyncio.Event().wait()
 
-    worker = build(Policy(hang), episode_timeout_s=0.05)
+    worker = build(Policy(hang), episode_timeout_s=0.5)
     await worker.start(0)
     assert indices((await worker.collect(2, train_version=0)).groups) == [1, 2]
     assert worker.metrics()["rollout/errors/episode_timeout"] == 1
