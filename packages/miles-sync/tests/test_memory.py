@@ -1,0 +1,51 @@
+"""Memory of an update, measured: bounded by buckets, whatever the model's size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from processes import FORK
+
+from miles_contracts import TensorSpec, WeightManifest
+from miles_sync import LocalSender
+
+MIB = 1 << 20
+BUCKET = 8 * MIB
+
+
+def resident_bytes() -> int:
+    """Private and shared memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(queue: object, count: int) -> None:
+    """Send `count` tensors of 4 MiB, one of them split, each made when it is asked for."""
+    sizes = [4 * MIB] * count + [3 * BUCKET]
+    specs = [TensorSpec(name=f"w{i:04d}", dtype="uint8", shape=(size,)) for i, size in enumerate(sizes)]
+    tensors = {s.name: torch.full(s.shape, i % 251, dtype=torch.uint8) for i, s in enumerate(specs)}
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors.items()
+
+    with LocalSender(Path("/dev/shm"), BUCKET, receivers_copy=True) as sender:
+        before = peak = resident_bytes()
+        for bucket in sender.send(export(), WeightManifest(version=1, tensors=tuple(specs)), "u"):
+            peak = max(peak, resident_bytes())
+            if bucket.index:
+                sender.acknowledge("u", bucket.index - 1)
+    queue.put(peak - before)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_a_sender_holds_two_buckets_above_the_model(count: int) -> None:
+    queue = FORK.Queue()
+    process = FORK.Process(target=measure, args=(queue, count))
+    process.start()
+    above = queue.get(timeout=60)
+    process.join()
+    assert above <= 2 * BUCKET + MIB
