@@ -222,7 +222,7 @@ def _attend(
 
 def _rows(x: Tensor, rows: int, gather: Tensor | None) -> Tensor:
     """[1, heads, N, D] to [rows, heads, columns, D]."""
-    tokens = x[0].transpose(0, 1)
+    tokens = x.squeeze(0).transpose(0, 1)  # not x[0], whose gradient is a copy into zeros
     if gather is not None:
         tokens = tokens.index_select(0, gather)
     return tokens.reshape(rows, -1, x.shape[1], x.shape[-1]).transpose(1, 2)
