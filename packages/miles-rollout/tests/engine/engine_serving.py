@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,10 @@ async def serve_engine(folder: Path, **options: Any) -> Serving:
     await web.SockSite(runner, listener).start()
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     return Serving(url, server.core, EngineClient(url), runner, aiohttp.ClientSession())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something that another thread brings about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (the other thread sets no event)
+            await asyncio.sleep(0.001)

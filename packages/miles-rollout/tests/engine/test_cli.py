@@ -48,10 +48,10 @@ def test_serves_until_told_to_stop(models) -> None:
 
 def test_ends_with_its_parent(models) -> None:
     """The parent starts an engine, says its id and is killed at once."""
+    command = [*COMMAND, "--model-path", str(models("qwen3")), "--port", "0", "--end-with-parent"]
     program = (
         "import subprocess, sys, time\n"
-        f"p = subprocess.Popen({[*COMMAND, '--model-path', str(models('qwen3')), '--port', '0', '--end-with-parent']!r},"
-        " stdout=subprocess.PIPE, text=True)\n"
+        f"p = subprocess.Popen({command!r}, stdout=subprocess.PIPE, text=True)\n"
         "print(p.stdout.readline().strip(), p.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

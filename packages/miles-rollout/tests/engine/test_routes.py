@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_driving import finish_all, make_core, request
 from engine_models import make_model
+from engine_serving import until
 from engine_weights import plan_update, write_buckets
 
 from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams
@@ -87,7 +88,7 @@ async def test_both_wire_forms_say_the_same(models, serve) -> None:
     ids = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"]).reshape(packed["shape"])
     assert np.array_equal(flat.reshape(35, 3, 2), ids)
     result = await engine.client.generate(PROMPT, SamplingParams(max_new_tokens=6, temperature=0.0), routing=True)
-    trace = RoutingTrace.of(result.routing, num_experts=8)
+    trace = RoutingTrace.of(np.asarray(result.routing), num_experts=8)
     assert trace.num_tokens == len(PROMPT) + len(result.output_ids) - 1
     _, plain = await engine.post("/generate", {**ask, "return_routed_experts": False})
     assert "routed_experts" not in plain["meta_info"]
@@ -105,9 +106,7 @@ async def test_rows_stay_with_the_pass_that_sampled(models, serve, tmp_path: Pat
     engine = await serve(models("qwen3_moe", 0))
     params = SamplingParams(max_new_tokens=150, ignore_eos=True, seed=1)
     task = asyncio.create_task(engine.client.generate(PROMPT, params, routing=True))
-    async with asyncio.timeout(30):
-        while engine.core.sampled_tokens < 40:
-            await asyncio.sleep(0.001)
+    await until(lambda: engine.core.sampled_tokens >= 40)
     await engine.client.pause(mode)
     update = plan_update(models("qwen3_moe", 1), 1)
     await engine.client.begin_weight_update("u", update.manifest)

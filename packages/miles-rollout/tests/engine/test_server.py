@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_models import VOCAB
+from engine_serving import until
 from engine_text import save_tokenizer
 
 from miles_contracts import PauseMode, SamplingParams
@@ -334,9 +335,3 @@ async def waiting(engine, count: int) -> None:
 async def sampled(engine, count: int) -> None:
     """Until the engine has sampled `count` tokens."""
     await until(lambda: engine.core.sampled_tokens >= count)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
