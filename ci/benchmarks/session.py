@@ -76,7 +76,7 @@ class Texts:
             [*self.ids[self._at :], *self.ids, *self.ids] if self._at + tokens > len(self.ids) else self.ids[self._at :]
         )
         self._at = (self._at + tokens) % len(self.ids)
-        return str(self.tokenizer.decode(around[:tokens]))
+        return str(self.tokenizer.decode(around))
 
 
 # -- the two servers, each a process of its own -----------------------------------------------------------------

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -32,9 +31,9 @@ from miles_rollout.session.errors import (
     SessionBusyError,
     TruncatedTurnError,
 )
-from miles_rollout.session.matching import ALL_REPAIRS, Difference, Repair, reconcile, strict
-from miles_rollout.session.messages import shorten
+from miles_rollout.session.matching import ALL_REPAIRS, Repair, strict
 from miles_rollout.session.nodes import Generation, Node, Tools, path_ids, path_messages
+from miles_rollout.session.replay import START, Replay, Trail, diverged, with_stored_id
 
 
 class Policy(StrEnum):
@@ -76,34 +75,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return path_messages(self.parent.path()) if self.parent is not None else []
 
 
-class _Trail:
-    """What matching has found so far along one path."""
-
-    __slots__ = ("id_map", "index", "repairs")
-
-    def __init__(self, index: int, id_map: dict[str, str], repairs: tuple[tuple[Node, frozenset[Repair]], ...]) -> None:
-        self.index = index
-        self.id_map = id_map
-        self.repairs = repairs
-
-
-class _Miss(msgspec.Struct, frozen=True):
-    """Where a node stopped matching.
-
-    Attributes:
-        index: position in the request, of the message that differs or is missing.
-        difference: None when the request ends before the node does.
-        in_reply: the node's own messages matched, its reply did not.
-    """
-
-    index: int
-    difference: Difference | None
-    in_reply: bool
-
-
-_START: Final = _Trail(0, {}, ())
-
-
 class SessionTree:
     """All generations of one session.
 
@@ -127,8 +98,7 @@ class SessionTree:
         self.roots: list[Node] = []
         self.tip: Node | None = None
         """Linear: the last turn of the history. Branching: the node committed last."""
-        self._matcher = matcher
-        self._repairs = repairs
+        self._replay = Replay(matcher, repairs)
         self._max_nodes = max_nodes
 
     # -- planning -------------------------------------------------------------------------------------------
@@ -167,8 +137,8 @@ class SessionTree:
         # A second assistant message may belong to a deeper node; an older linear node may not be continued.
         if any(m.role == "assistant" for m in rest[1:]) or (self.policy is Policy.LINEAR and node is not self.tip):
             return None
-        trail = _Trail(0, node.id_map, ())
-        if self._match_reply(node, rest, trail) is not None:
+        trail = Trail(0, node.id_map, ())
+        if self._replay.match_reply(node, rest, trail) is not None:
             return None
         self._check_request(rest)
         return self._finish(node, trail, rest, tools, None)
@@ -207,9 +177,9 @@ class SessionTree:
             retried = tip
         if size == token_ids.shape[0]:
             raise BadRequestError("prompt: it adds nothing to the stored ids", param="prompt")
-        return self._finish(
-            best, _Trail(0, best.id_map if best else {}, ()), (), best.tools if best else (), retried
-        ), (token_ids[size:])
+        return self._finish(best, Trail(0, best.id_map if best else {}, ()), (), best.tools if best else (), retried), (
+            token_ids[size:]
+        )
 
     def _check_request(self, messages: Sequence[Message]) -> None:
         self.check_room()
@@ -237,7 +207,7 @@ class SessionTree:
             )
 
     def _finish(
-        self, parent: Node | None, trail: _Trail, messages: Sequence[Message], tools: Tools, retried: Node | None
+        self, parent: Node | None, trail: Trail, messages: Sequence[Message], tools: Tools, retried: Node | None
     ) -> Plan:
         if parent is not None and parent.sampled.truncated:
             raise TruncatedTurnError(
@@ -246,7 +216,7 @@ class SessionTree:
                 "send the request without it to sample it again, or end the episode",
                 param="messages",
             )
-        appended = tuple(_with_stored_id(m, trail.id_map) for m in messages[trail.index :])
+        appended = tuple(with_stored_id(m, trail.id_map) for m in messages[trail.index :])
         return Plan(
             parent=parent,
             appended=appended,
@@ -259,7 +229,7 @@ class SessionTree:
 
     def _plan_linear(self, messages: Sequence[Message], tools: Tools) -> Plan:
         if self.tip is None:
-            return self._finish(None, _START, messages, tools, None)
+            return self._finish(None, START, messages, tools, None)
         path = self.tip.path()
         if path[0].tools != tools:
             raise HistoryDivergedError(
@@ -274,27 +244,27 @@ class SessionTree:
                 "continue it through its completions endpoint",
                 param="messages",
             )
-        trail = _Trail(0, {}, ())
+        trail = Trail(0, {}, ())
         for node in path:
-            before = _Trail(trail.index, trail.id_map, trail.repairs)
-            miss = self._match(node, messages, trail)
+            before = Trail(trail.index, trail.id_map, trail.repairs)
+            miss = self._replay.match(node, messages, trail)
             if miss is None:
                 continue
             left_out = miss.in_reply and (miss.difference is None or miss.difference.field == "role")
             if node is self.tip and left_out:
                 return self._finish(node.parent, before, messages, tools, node)
-            raise _diverged(node, miss, messages)
+            raise diverged(node, miss, messages)
         return self._finish(self.tip, trail, messages, tools, None)
 
-    def _deepest(self, messages: Sequence[Message], tools: Tools) -> tuple[Node | None, _Trail]:
+    def _deepest(self, messages: Sequence[Message], tools: Tools) -> tuple[Node | None, Trail]:
         """The node that covers most messages of the request; of equals, the one committed last."""
         best: Node | None = None
-        best_trail = _START
-        stack = [(root, _START) for root in self.roots if root.tools == tools]
+        best_trail = START
+        stack = [(root, START) for root in self.roots if root.tools == tools]
         while stack:
             node, before = stack.pop()
-            trail = _Trail(before.index, before.id_map, before.repairs)
-            if node.reply is None or self._match(node, messages, trail) is not None:
+            trail = Trail(before.index, before.id_map, before.repairs)
+            if node.reply is None or self._replay.match(node, messages, trail) is not None:
                 continue
             if best is None or (trail.index, node.seq) > (best_trail.index, best.seq):
                 best, best_trail = node, trail
@@ -321,39 +291,6 @@ class SessionTree:
                 best, size = node, end
             stack.extend(node.children)
         return best, size
-
-    # -- matching one node ------------------------------------------------------------------------------------
-
-    def _match(self, node: Node, messages: Sequence[Message], trail: _Trail) -> _Miss | None:
-        """Advance `trail` over the node's messages and reply; on a miss `trail` is of no further use."""
-        for stored in node.messages:
-            if trail.index >= len(messages):
-                return _Miss(trail.index, None, False)
-            replayed = _with_stored_id(messages[trail.index], trail.id_map)
-            found = reconcile(stored, replayed, self._matcher, allowed=self._repairs, own=False)
-            if isinstance(found, Difference):
-                return _Miss(trail.index, found, False)
-            trail.index += 1
-        return self._match_reply(node, messages, trail)
-
-    def _match_reply(self, node: Node, messages: Sequence[Message], trail: _Trail) -> _Miss | None:
-        assert node.reply is not None
-        if trail.index >= len(messages):
-            return _Miss(trail.index, None, True)
-        found = reconcile(node.reply, messages[trail.index], self._matcher, allowed=self._repairs, own=True)
-        if isinstance(found, Difference):
-            return _Miss(trail.index, found, True)
-        if found.id_map:
-            wrong = _inconsistent_result(found.id_map, messages[trail.index + 1 :])
-            if wrong is not None:
-                call = next(i for i, c in enumerate(node.reply.tool_calls) if c.id == wrong)
-                seen = messages[trail.index].tool_calls[call].id
-                return _Miss(trail.index, Difference(f"tool_calls[{call}].id", wrong, seen), True)
-            trail.id_map = {**trail.id_map, **found.id_map}
-        if found.repairs:
-            trail.repairs = (*trail.repairs, (node, found.repairs))
-        trail.index += 1
-        return None
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -424,42 +361,3 @@ class SessionTree:
                 and np.array_equal(other.prompt_ids, node.prompt_ids)
             ):
                 other.retried = True
-
-
-def _inconsistent_result(id_map: dict[str, str], following: Sequence[Message]) -> str | None:
-    """The stored id of a rewritten call whose result still uses the stored id, None when all results agree."""
-    gone = set(id_map.values()) - set(id_map)
-    for message in following:
-        if message.role == "assistant":
-            return None
-        if message.role == "tool" and message.tool_call_id in gone:
-            return message.tool_call_id
-    return None
-
-
-def _with_stored_id(message: Message, id_map: dict[str, str]) -> Message:
-    if id_map and message.tool_call_id is not None and message.tool_call_id in id_map:
-        return msgspec.structs.replace(message, tool_call_id=id_map[message.tool_call_id])
-    return message
-
-
-def _diverged(node: Node, miss: _Miss, messages: Sequence[Message]) -> HistoryDivergedError:
-    whose = "the policy's own reply" if miss.in_reply else "a message of the client"
-    advice = (
-        "this session is linear: send its whole history unchanged and append to it, or leave out the last reply "
-        "to retry it; use a branching session for edited or compacted histories"
-    )
-    if miss.difference is None:
-        return HistoryDivergedError(
-            f"messages: the request ends after {miss.index} messages, inside the stored history (turn {node.seq}, "
-            f"{whose}); {advice}",
-            message_index=miss.index,
-            field="role",
-        )
-    d = miss.difference
-    return HistoryDivergedError(
-        f"messages[{miss.index}].{d.field} differs from the stored history (turn {node.seq}, {whose}): "
-        f"stored {shorten(d.stored)}, got {shorten(d.replayed)}; {advice}",
-        message_index=miss.index,
-        field=d.field,
-    )
