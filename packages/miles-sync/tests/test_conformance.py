@@ -26,7 +26,7 @@ from miles_sync.peer.shared import SharedBackend
 from miles_sync.peer.tcp import TcpBackend
 
 BUCKET = 700
-TIMEOUT_S = 8.0
+TIMEOUT_S = 30.0
 VICTIM = "model.layers.0.mlp.experts.2.up_proj.weight"
 
 
@@ -91,7 +91,7 @@ class Fleet:
             # Only one trainer rank dies: the harder case for the others.
             await child.ask("configure", seed, die_at if number == 0 else -1, corrupt)
         return await update_weights(
-            self.engines, self.source, version=version, mode=PauseMode.RETRACT, deadline_s=TIMEOUT_S, settle_s=2.0
+            self.engines, self.source, version=version, mode=PauseMode.RETRACT, deadline_s=TIMEOUT_S, settle_s=20.0
         )
 
     def assert_serves(self, rank: int, version: int | None, seed: int) -> None:

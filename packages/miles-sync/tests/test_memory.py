@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fleet import manifest_of
 from processes import FORK
 
 from miles_contracts import TensorSpec, WeightManifest
@@ -18,23 +17,21 @@ BUCKET = 8 * MIB
 
 
 def resident_bytes() -> int:
-    """Private and shared memory of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Private and shared memory of this process now, without the pages of program files."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 def measure(queue: object, count: int) -> None:
-    """Send `count` tensors of 4 MiB, one of them split, each made when it is asked for."""
+    """Send `count` tensors of 4 MiB and one that is split, after a small update that warms everything up."""
     sizes = [4 * MIB] * count + [3 * BUCKET]
     specs = [TensorSpec(name=f"w{i:04d}", dtype="uint8", shape=(size,)) for i, size in enumerate(sizes)]
     tensors = {s.name: torch.full(s.shape, i % 251, dtype=torch.uint8) for i, s in enumerate(specs)}
-
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tensors.items()
-
     with LocalSender(Path("/dev/shm"), BUCKET, receivers_copy=True) as sender:
+        list(sender.send([("w", torch.zeros(MIB))], manifest_of({"w": torch.zeros(MIB)}, 1), "warm"))
+        sender.release("warm")
         before = peak = resident_bytes()
-        for bucket in sender.send(export(), WeightManifest(version=1, tensors=tuple(specs)), "u"):
+        for bucket in sender.send(tensors.items(), WeightManifest(version=1, tensors=tuple(specs)), "u"):
             peak = max(peak, resident_bytes())
             if bucket.index:
                 sender.acknowledge("u", bucket.index - 1)
