@@ -47,6 +47,7 @@ def run(tmp_path: Path) -> RunFolder:
     progress = Progress(steps=2, step=2, status=RunStatus.FINISHED, time_to_first_step_s=4.5)
     progress.counters |= {"tokens_sampled": 120.0, "tokens_trained": 100.0, "wall_s": 61.0}
     folder.write_status(progress.to_status())
+    folder.unlock()
     return folder
 
 
@@ -214,6 +215,7 @@ def test_a_run_whose_driver_is_gone_has_died(run: RunFolder) -> None:
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.create(CONFIG)
+    folder.unlock()
     found = report.make_report(tmp_path)
     assert (found.steps, found.eval_first, found.status) == (0, None, "died")
     assert "-" in report.text(found)

@@ -37,6 +37,7 @@ def test_a_new_folder_stores_the_configuration(tmp_path: Path) -> None:
     assert run["recipe"] == "toy"
     assert run["packages"]["miles-loop"]
     folder.prepare(CONFIG)
+    folder.unlock()
     assert len(json.loads((folder.path / "run.json").read_text())["starts"]) == 2
 
 
@@ -45,6 +46,25 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     folder.create(CONFIG)
     with pytest.raises(InvalidFieldError, match="a run is there"):
         folder.create(CONFIG)
+
+
+def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InvalidFieldError, match="the folder is not empty"):
+        RunFolder(tmp_path).create(CONFIG)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_has_no_end_is_not_read() -> None:
+    assert list(read_jsonl(Path("/dev/full"))) == []
+    assert list(read_jsonl(Path("/nowhere"))) == []
+
+
+def test_a_device_that_is_full_is_named() -> None:
+    writer = JsonlWriter(Path("/dev/full"))
+    with pytest.raises(DiskFullError):
+        writer.write({"step": 1})
+    writer.close()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ RESERVE_BYTES = 256 * 1024
 """Size of a file that is deleted when the disk is full, so that status and summary can still be written."""
 
 
+LOCK = ".lock"
+"""File that the owner of a folder holds a lock on."""
 PACKAGES = ("miles-contracts", "miles-rollout", "miles-trainer", "miles-sync", "miles-loop", "torch", "transformers")
 """Whose versions a run notes down."""
 
@@ -97,22 +100,34 @@ class RunFolder:
         """The initial model, when the recipe made one for this run."""
         return self.path / "model"
 
-    def create(self, config: RunConfig) -> None:
-        """Make a new run's folder.
+    def require_new(self) -> None:
+        """Refuse a place where something is, so that no file of somebody else is ever mixed into a run.
 
         Raises:
-            InvalidFieldError: the folder holds a run already, or cannot be made.
-            DiskFullError: no room.
+            InvalidFieldError: a run is there, or anything else.
         """
         if self.config_file.exists():
             raise InvalidFieldError(
                 "run_dir", str(self.path), "a run is there; continue it with --resume, or name another folder"
             )
+        if self.path.is_dir() and any(entry.name != LOCK for entry in self.path.iterdir()):
+            raise InvalidFieldError("run_dir", str(self.path), "the folder is not empty; name another one")
+
+    def create(self, config: RunConfig) -> None:
+        """Make and own a new run's folder.
+
+        Raises:
+            InvalidFieldError: something is there already, somebody else makes a run there, or it cannot be made.
+            DiskFullError: no room.
+        """
+        self.require_new()
         try:
             with disk_errors(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidFieldError("run_dir", str(self.path), f"cannot be made: {error.strerror}") from error
+        self.lock()
+        self.require_new()  # nobody else can make one now, but somebody may have while we waited
         self.prepare(config)
 
     def prepare(self, config: RunConfig) -> None:
@@ -149,8 +164,7 @@ class RunFolder:
         Raises:
             InvalidFieldError: another process owns it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -170,7 +184,7 @@ class RunFolder:
     def in_use(self) -> bool:
         """True while some process owns the folder."""
         try:
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
         try:
@@ -234,7 +248,8 @@ class JsonlWriter:
                 while written < len(line):  # a nearly full disk takes a part first and refuses the rest
                     written += self._file.write(line[written:])
             except OSError:
-                self._file.truncate(start)
+                with suppress(OSError):
+                    self._file.truncate(start)
                 raise
 
     def sync(self) -> None:
@@ -249,10 +264,9 @@ class JsonlWriter:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The whole records of a file; a torn last line is left out, and so is a file that is not there."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.is_file():  # also what can be read without end, such as a device
         return
+    data = path.read_bytes()
     for line in data.splitlines(keepends=True):
         if line.endswith(b"\n") and line.strip():
             yield json.loads(line)

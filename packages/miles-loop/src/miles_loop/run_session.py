@@ -235,14 +235,11 @@ def open_new(config: RunConfig) -> RunFolder:
     """Make and own the folder of a new run.
 
     Raises:
-        InvalidFieldError: a run is there already.
+        InvalidFieldError: something is there already.
         DiskFullError: no room.
     """
     assert config.run_dir is not None
     folder = RunFolder(config.run_dir)
-    if folder.config_file.exists():
-        folder.create(config)  # raises: a run is there
-    folder.lock()
     folder.create(config)
     return folder
 
