@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import layouts
 import pytest
+import sync_layouts as layouts
 import torch
-from processes import Child, ProcessEngine, ProcessSource, TrainerSide
+from sync_processes import Child, ProcessEngine, ProcessSource, TrainerSide
 
 from miles_contracts import PauseMode, WeightUpdateError
 from miles_sync import FleetFencedError, LocalReceiver, LocalSender, UpdateReport, update_weights

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import manifest_of, random_weights, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sync_fleet import manifest_of, random_weights, same_bits
 
 from miles_contracts import InvalidFieldError, WeightUpdateError
 from miles_sync.disk import DeltaPublisher, DeltaSubscriber, FolderStore, PublishReport, PullReport

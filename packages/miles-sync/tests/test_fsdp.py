@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fleet import same_bits
-from processes import Child
+from sync_fleet import same_bits
+from sync_processes import Child
 
 from miles_contracts import InvalidFieldError
 from miles_sync.convert import local_layout, local_tensors
@@ -93,7 +93,7 @@ def test_a_tie_to_nothing_is_refused() -> None:
 
 
 def test_the_experts_of_a_gather_come_last() -> None:
-    import layouts
+    import sync_layouts as layouts
 
     plan = plan_gather(layouts.fsdp(2), 500, experts_apart=True)
     names = [spec.name for specs in plan.rounds for spec in specs]

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fleet import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import EXPERTS, HEAD, HIDDEN, INTER, KV_HEADS, VOCAB, engine, everything, fsdp, specs, weights
+from sync_fleet import same_bits
+from sync_layouts import EXPERTS, HEAD, HIDDEN, INTER, KV_HEADS, VOCAB, engine, everything, fsdp, specs, weights
 
 from miles_contracts import InvalidFieldError, TensorSpec
 from miles_sync.convert import gather, scatter

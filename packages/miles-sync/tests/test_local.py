@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from fleet import manifest_of, random_weights, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sync_fleet import manifest_of, random_weights, same_bits
 
 from miles_contracts import ShmBucket, WeightUpdateError
 from miles_sync import LocalReceiver, LocalSender

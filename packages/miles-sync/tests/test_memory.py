@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleet import manifest_of
-from processes import FORK
+from sync_fleet import manifest_of
+from sync_processes import FORK
 
 from miles_contracts import TensorSpec, WeightManifest
 from miles_sync import LocalSender

@@ -4,14 +4,14 @@ import contextlib
 import socket
 from pathlib import Path
 
-import layouts
 import msgspec
 import numpy as np
 import pytest
+import sync_layouts as layouts
 import torch
-from fleet import manifest_of, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sync_fleet import manifest_of, same_bits
 
 from miles_contracts import InvalidFieldError, WeightUpdateError
 from miles_sync.convert import scatter

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import Hook, MemoryEngine, MemorySource, random_weights, refuse, same_bits
+from sync_fleet import Hook, MemoryEngine, MemorySource, random_weights, refuse, same_bits
 
 from miles_contracts import (
     Engine,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fleet import MemoryEngine, MemorySource, manifest_of, random_weights
+from sync_fleet import MemoryEngine, MemorySource, manifest_of, random_weights
 
 from miles_contracts import GenerateResult, InvalidFieldError, PauseMode, SamplingParams, WeightUpdateError
 from miles_sync import Expect, FleetFencedError, LocalReceiver, LocalSender, LogprobCanary, update_weights

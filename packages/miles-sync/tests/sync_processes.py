@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fleet import manifest_of
+from sync_fleet import manifest_of
 
 from miles_contracts import (
     EngineUnavailableError,
