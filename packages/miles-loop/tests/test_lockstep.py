@@ -118,3 +118,23 @@ async def test_a_cancelled_request_leaves_its_round() -> None:
     in_flight[0] = 1
     assert await ask(engine, lockstep, [1]) == [1]
     assert engine.rounds == [[1]]
+
+
+async def test_an_engine_that_hangs_holds_up_nobody_once_it_is_given_up() -> None:
+    class Hanging(Engine):
+        """Never answers."""
+
+        async def generate_batch(self, *arguments: Any, **named: Any) -> list[GenerateResult]:
+            self.rounds.append([])
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    lockstep, hanging, good = Lockstep(lambda: 2), Hanging(), Engine()
+    given_up = asyncio.create_task(ask(hanging, lockstep, [1, 2]))
+    while not hanging.rounds:  # noqa: ASYNC110
+        await asyncio.sleep(0.0001)
+    waiting = asyncio.create_task(ask(good, lockstep, [3, 4]))
+    await asyncio.sleep(0.005)
+    assert good.rounds == []
+    given_up.cancel()
+    assert await waiting == [3, 4]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miles_contracts import EngineError, EngineUnavailableError, GenerateResult, SamplingParams
 from miles_loop.engine_proxy import EngineProxy
@@ -32,6 +32,8 @@ class _Call:
     request_id: str
     routing: bool
     answer: asyncio.Future[GenerateResult]
+    batch: list[_Call] = field(default_factory=list)
+    sending: asyncio.Task[None] | None = None
 
     @property
     def order(self) -> tuple[int, list[int]]:
@@ -64,6 +66,9 @@ class Lockstep:
         finally:
             if call in self._waiting:  # cancelled before its round
                 self._waiting.remove(call)
+            if call.sending is not None and all(c.answer.done() for c in call.batch):
+                # Nobody waits for this engine any more (it hangs, say): the next round must not wait for it either.
+                call.sending.cancel()
 
     async def _run(self) -> None:
         while self._waiting:
@@ -72,8 +77,14 @@ class Lockstep:
             batches: dict[tuple[str, bool], list[_Call]] = {}
             for call in calls:
                 batches.setdefault((call.engine.url, call.routing), []).append(call)
-            await asyncio.gather(*(self._send(batch) for batch in batches.values()))
+            await asyncio.gather(*(self._start(batch) for batch in batches.values()), return_exceptions=True)
             await asyncio.sleep(0)
+
+    def _start(self, batch: list[_Call]) -> asyncio.Task[None]:
+        sending = asyncio.create_task(self._send(batch))
+        for call in batch:
+            call.batch, call.sending = batch, sending
+        return sending
 
     async def _complete_round(self) -> None:
         if self.in_flight is not None:
