@@ -120,6 +120,13 @@ def pins(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; broken links are errors."""
+    session.run(PYTHON, "ci/reference.py", "--check", external=True)
+    session.run("uv", "run", "-q", "--only-group", "docs", "--isolated", "mkdocs", "build", "-q", external=True)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run one benchmark: nox -s bench -- engine."""
     name, *rest = session.posargs or ("",)
