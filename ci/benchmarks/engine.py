@@ -90,7 +90,9 @@ def start_engine(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     """The process, its URL and the seconds until it was ready."""
     command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(folder), "--port", "0"]
     began = time.perf_counter()
-    process = subprocess.Popen([*command, "--end-with-parent"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [*command, "--end-with-parent"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.startswith(READY):

@@ -42,6 +42,8 @@ def _config(name: str, **fields: Any) -> Any:
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _config("Qwen3Config", head_dim=8, tie_word_embeddings=True),
     "llama": lambda: _config("LlamaConfig", tie_word_embeddings=False),
+    "llama_bias": lambda: _config("LlamaConfig", attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: _config("Qwen2Config"),
     "mistral": lambda: _config("MistralConfig", sliding_window=8),
     "gemma2": lambda: _config(
         "Gemma2Config", head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=5.0, **_SLIDING
@@ -84,6 +86,10 @@ def make_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = FAMILIES[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # biases start at zero, which would hide one that is left out
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
     return model.eval()
 
 

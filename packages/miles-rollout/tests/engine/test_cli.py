@@ -131,3 +131,25 @@ def test_a_context_longer_than_the_models(models) -> None:
     config = parse_config(["--model-path", str(models("qwen3")), "--context-length", "100000"])
     with pytest.raises(InvalidFieldError, match="context_length.*made for 256"):
         build(config)
+
+
+def test_weight_files_that_are_broken_or_incomplete(models, tmp_path: Path, capsys) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from miles_rollout.engine.cli import main
+
+    folder = tmp_path / "model"
+    shutil.copytree(models("qwen3"), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(["--model-path", str(folder), "--port", "0"]) == 2
+    assert "lack 1 tensors: model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
+    file.write_bytes(file.read_bytes()[:1000])
+    assert main(["--model-path", str(folder), "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be loaded" in error
+    assert str(folder) in error

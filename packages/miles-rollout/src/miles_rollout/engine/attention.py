@@ -21,6 +21,8 @@ from miles_rollout.engine.slots import SlotArray
 IMPLEMENTATION = "miles_slots"
 """Our name in transformers' attention interface."""
 
+_OBSERVER = "miles_observer"
+
 _SPREAD = 2
 """Sequences share a padded group while the longest is at most this many times the shortest ..."""
 _SMALL = 64
@@ -45,26 +47,29 @@ class Group:
 
 
 class SlotPools:
-    """Keys and values of every layer: two tensors [slots, heads, head size] a layer, made at the first use."""
+    """Keys and values of every layer: one tensor [slots, KV heads, key size + value size], made at the first use.
+
+    They lie side by side because reading a sequence's context back is one gather then.
+    """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots = slots
         self._device = device
-        self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pools: dict[int, torch.Tensor] = {}
 
-    def of(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pools of a layer whose new keys and values look like these ([1, heads, tokens, size])."""
-        pools = self._pools.get(layer)
-        if pools is None:
-            k = torch.zeros(self.slots, keys.shape[1], keys.shape[3], dtype=keys.dtype, device=self._device)
-            v = torch.zeros(self.slots, values.shape[1], values.shape[3], dtype=values.dtype, device=self._device)
-            pools = self._pools[layer] = (k, v)
-        return pools
+    def of(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The pool of a layer whose new keys and values look like these ([1, heads, tokens, size])."""
+        pool = self._pools.get(layer)
+        if pool is None:
+            size = keys.shape[3] + values.shape[3]
+            pool = torch.zeros(self.slots, keys.shape[1], size, dtype=keys.dtype, device=self._device)
+            self._pools[layer] = pool
+        return pool
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token in all layers made so far."""
-        return sum(t[0].numel() * t.element_size() for pair in self._pools.values() for t in pair)
+        return sum(pool[0].numel() * pool.element_size() for pool in self._pools.values())
 
 
 @dataclass(slots=True)
@@ -100,6 +105,8 @@ class Step:
         spans = (lengths - first).tolist()
         counts = self.counts.tolist()
         begin, at = 0, 0
+        if counts[0] == counts[-1] and max(spans) <= max(_SMALL, _SPREAD * min(spans)):  # the usual case
+            return [self._group(0, 0, len(counts), max(spans), first, window)]
         while begin < len(counts):
             end, low, high = begin, spans[begin], spans[begin]
             while end < len(counts) and counts[end] == counts[begin]:
@@ -187,15 +194,14 @@ def slot_attention(
     kv_heads, value_size = key.shape[1], value.shape[3]
     if scaling is None:
         scaling = size**-0.5
-    pool_k, pool_v = step.pools.of(int(module.layer_idx), key, value)  # type: ignore[arg-type]
-    pool_k.index_copy_(0, step.write, key[0].transpose(0, 1))
-    pool_v.index_copy_(0, step.write, value[0].transpose(0, 1))
+    pool = step.pools.of(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    pool.index_copy_(0, step.write, torch.cat([key[0], value[0]], dim=-1).transpose(0, 1))
     groups = step.groups(sliding_window)
     flat = query[0].transpose(0, 1)  # [tokens, heads, size]
     outputs = []
     for g in groups:
-        k = pool_k.index_select(0, g.index).view(g.rows, g.context, kv_heads, size).transpose(1, 2)
-        v = pool_v.index_select(0, g.index).view(g.rows, g.context, kv_heads, value_size).transpose(1, 2)
+        context = pool.index_select(0, g.index).view(g.rows, g.context, kv_heads, size + value_size).transpose(1, 2)
+        k, v = context[..., :size], context[..., size:]
         q = flat[g.start : g.start + g.rows * g.width]
         if g.width == 1 and softcap is None and s_aux is None:
             # The query heads of a KV head become its query positions: nothing is repeated.
@@ -237,6 +243,49 @@ def _attend_plainly(
     else:
         weights = torch.softmax(scores, dim=-1)
     return torch.matmul(weights.to(v.dtype), v)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a layer asks of the attention function; `special` when it is more than scaling and a window."""
+
+    scaling: float
+    window: int | None
+    special: bool
+
+
+def observe(model: Any) -> dict[int, Call]:
+    """What each layer of a model asks for, by layer index, seen in a forward pass over one token."""
+    calls: dict[int, Call] = {}
+
+    def look(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        special = softcap is not None or s_aux is not None
+        calls[int(module.layer_idx)] = Call(scaling or query.shape[3] ** -0.5, sliding_window, special)  # type: ignore[arg-type]
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(shape), None
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(_OBSERVER, look)
+    model.set_attn_implementation(_OBSERVER)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    return calls
 
 
 def register() -> None:

@@ -112,6 +112,7 @@ def build(config: EngineConfig) -> EngineServer:
         **config.model_dump(mode="json"),
         "attention": "slots" if loaded.slots else "native",
         "attention_reason": loaded.reason,
+        "forward": "lean" if loaded.lean else "transformers",
         "probe_error": loaded.probe_error,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "num_parameters": sum(p.numel() for p in loaded.model.parameters()),

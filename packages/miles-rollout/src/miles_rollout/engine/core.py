@@ -78,9 +78,10 @@ class EngineCore:
         self.updates = WeightUpdates(loaded.model)
         self.scheduler = Scheduler(limits, sharing=loaded.slots, whole_prompts=not loaded.slots)
         self._executor: Executor
-        if loaded.slots:
+        if loaded.forward is not None:
             pools = SlotPools(limits.kv_tokens + 1, loaded.device)
-            self._executor = SlotExecutor(loaded.model, pools, self.scheduler.table, loaded.device, loaded.routes)
+            table, dtype = self.scheduler.table, loaded.model.dtype
+            self._executor = SlotExecutor(loaded.forward, dtype, pools, table, loaded.device, loaded.routes)
         else:
             self._executor = NativeExecutor(loaded.model, loaded.device, loaded.routes)
         self._deliver = deliver

@@ -31,6 +31,9 @@ class StepLogits:
     prompt: list[tuple[Chunk, int, int, int]]
 
 
+_NO_LOGITS = torch.empty(0)
+
+
 class Executor(Protocol):
     """Computes chunks."""
 
@@ -48,17 +51,39 @@ def wanted_rows(chunk: Chunk) -> tuple[int, bool]:
     return end - 1, chunk.samples
 
 
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Logits [rows, vocabulary] of flat token ids and positions [tokens]; rows None means all tokens."""
+
+
+def transformers_forward(model: Any) -> Forward:
+    """The model's own forward pass on one flat row."""
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        keep = 0 if rows is None else rows
+        output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    return forward
+
+
 class SlotExecutor:
     """The fast path: one forward pass for all chunks."""
 
     def __init__(
-        self, model: Any, pools: SlotPools, table: SlotTable, device: torch.device, routes: RouteRecorder | None
+        self,
+        forward: Forward,
+        dtype: torch.dtype,
+        pools: SlotPools,
+        table: SlotTable,
+        device: torch.device,
+        routes: RouteRecorder | None,
     ) -> None:
-        self._model = model
+        self._forward = forward
         self._pools = pools
         self._table = table.slots
         self._device = device
-        self._dtype = model.dtype
+        self._dtype = dtype
         self._routes = routes
 
     @torch.inference_mode()
@@ -87,21 +112,22 @@ class SlotExecutor:
         )
         keep, result = self._plan_logits(chunks)
         with active(step):
-            output = self._model(
-                input_ids=torch.from_numpy(ids)[None].to(self._device),
-                position_ids=torch.from_numpy(positions)[None].to(self._device),
-                use_cache=False,
-                logits_to_keep=keep.to(self._device),
+            result.logits = self._forward(
+                torch.from_numpy(ids).to(self._device),
+                torch.from_numpy(positions).to(self._device),
+                None if keep is None else keep.to(self._device),
             )
-        result.logits = output.logits[0]
         if self._routes is not None:
             self._routes.distribute(chunks)
         return result
 
     @staticmethod
-    def _plan_logits(chunks: list[Chunk]) -> tuple[torch.Tensor, StepLogits]:
+    def _plan_logits(chunks: list[Chunk]) -> tuple[torch.Tensor | None, StepLogits]:
+        """Which flat rows are wanted (None: all), and what for."""
+        if chunks[-1].count == 1 and all(c.samples and c.sequence.first_logprob < 0 for c in chunks):
+            return None, StepLogits(_NO_LOGITS, list(zip(chunks, range(len(chunks)), strict=True)), [])
         keep: list[int] = []
-        result = StepLogits(torch.empty(0), [], [])
+        result = StepLogits(_NO_LOGITS, [], [])
         at = 0
         for chunk in chunks:
             first, any_wanted = wanted_rows(chunk)
@@ -131,7 +157,7 @@ class NativeExecutor:
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> StepLogits:
         """Compute the chunks one after the other."""
-        result = StepLogits(torch.empty(0), [], [])
+        result = StepLogits(_NO_LOGITS, [], [])
         kept: list[torch.Tensor] = []
         rows = 0
         for chunk in chunks:
