@@ -4,7 +4,7 @@
 holds are written as `[tool.uv] constraint-dependencies`; the first `uv sync` makes an equal lock from them.
 
     python ci/pins.py write    copy the versions of uv.lock into pyproject.toml
-    python ci/pins.py check    exit 1 when uv.lock and pyproject.toml disagree
+    python ci/pins.py check    exit 1 when uv.lock holds a version that pyproject.toml does not pin
     python ci/pins.py list     print the pins as a constraints file for pip
 """
 
@@ -59,7 +59,8 @@ def main(command: str) -> int:
         pyproject.write_text(written(text, pins))
         print(f"wrote {len(pins)} pins")
         return 0
-    drift = sorted(set(pins) ^ set(pinned(text)))
+    # Pins that the lock lacks are fine: torch's CPU build needs none of what its CUDA build needs.
+    drift = sorted(set(pins) - set(pinned(text)))
     if drift:
         print("pins have drifted (refresh them with `nox -s pins`):\n  " + "\n  ".join(drift), file=sys.stderr)
     return 1 if drift else 0
