@@ -72,11 +72,11 @@ class Texts:
 
     def take(self, tokens: int) -> str:
         """The next piece."""
-        around = (
-            [*self.ids[self._at :], *self.ids, *self.ids] if self._at + tokens > len(self.ids) else self.ids[self._at :]
-        )
+        piece = self.ids[self._at : self._at + tokens]
+        while len(piece) < tokens:
+            piece += self.ids[: tokens - len(piece)]
         self._at = (self._at + tokens) % len(self.ids)
-        return str(self.tokenizer.decode(around))
+        return str(self.tokenizer.decode(piece))
 
 
 # -- the two servers, each a process of its own -----------------------------------------------------------------
