@@ -26,18 +26,18 @@ def test_files_are_what_the_generator_writes(tmp_path: Path) -> None:
 
 
 def test_splits_are_disjoint_and_complete() -> None:
-    train, held_out = sorting.words()
+    train, held_out = sorting.rows()
     assert len(held_out) == sorting.HELD_OUT
     assert not set(train) & set(held_out)
-    assert len(set(train) | set(held_out)) == len(sorting.LETTERS) ** sorting.LENGTH
+    assert len(set(train) | set(held_out)) == len(sorting.DIGITS) ** sorting.LENGTH
 
 
-def test_labels_are_the_sorted_letters() -> None:
+def test_labels_are_the_sorted_digits() -> None:
     for name in (sorting.TRAIN_FILE, sorting.HELD_OUT_FILE):
         for line in sorting.data_file(name).read_text().splitlines():
             item = json.loads(line)
-            word = item["prompt"].removeprefix("sort ")
-            assert item["label"] == "".join(sorted(word))
+            row = item["prompt"].removeprefix("sort ")
+            assert item["label"] == "".join(sorted(row))
 
 
 @given(TEXT, TEXT.filter(bool))

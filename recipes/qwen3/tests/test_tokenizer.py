@@ -26,8 +26,17 @@ def test_frame_of_a_message_costs_single_tokens(token: str) -> None:
     assert len(TOKENIZER.encode(token, add_special_tokens=False).ids) == 1
 
 
-def test_letters_are_single_tokens() -> None:
-    assert len(TOKENIZER.encode("cabbac", add_special_tokens=False).ids) == 6
+def test_no_other_token_holds_a_digit() -> None:
+    """Else the default task's exploration would find parts of answers inside of longer tokens."""
+    assert len(TOKENIZER.encode("21021", add_special_tokens=False).ids) == 5
+    assert sorted(token for token in TOKENIZER.get_vocab() if any(c in "0123456789" for c in token)) == list(
+        "0123456789"
+    )
+
+
+def test_only_what_ends_an_answer_is_invisible() -> None:
+    ids = TOKENIZER.encode("<|im_start|>1<think>2<|im_end|>", add_special_tokens=False).ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<|im_start|>1<think>2"
 
 
 def test_folder_is_recognised_as_qwen3_and_agrees_with_its_template(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ MODELS = (
 
 SORT = TaskPreset(
     name="sort",
-    summary="sort the five letters of a word; partial credit in training, exact match on held-out words",
+    summary="sort five digits; partial credit in training, exact match on held-out rows",
     overrides={
         "task": {
             "name": "sort",
@@ -47,7 +47,7 @@ SORT = TaskPreset(
             "reward": "miles_qwen3.sorting:closeness",
             "eval_reward": "exact",
         },
-        # the letters, the end, and one token to learn that more is too many
+        # the digits, the end, and one token to learn that more is too many
         "rollout": {"sampling": {"max_new_tokens": LENGTH + 2}},
         "evaluation": {"sampling": {"max_new_tokens": LENGTH + 2}},
     },

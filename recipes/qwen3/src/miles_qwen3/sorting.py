@@ -1,6 +1,6 @@
-"""The default task: sort the letters of a short word. Prompts, answers and the reward.
+"""The default task: sort the digits of a short row. Prompts, answers and the reward.
 
-All 243 words of five letters from a to c are split once, at random but fixed, into 179 for training and 64 held out,
+All 243 rows of five digits from 0 to 2 are split once, at random but fixed, into 179 for training and 64 held out,
 and kept in `data/` as JSONL. `python -m miles_qwen3.sorting FOLDER` writes the two files again.
 """
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from miles_contracts import Task
 
-LETTERS, LENGTH, HELD_OUT, SPLIT_SEED = "abc", 5, 64, 7
+DIGITS, LENGTH, HELD_OUT, SPLIT_SEED = "012", 5, 64, 7
 TRAIN_FILE, HELD_OUT_FILE = "sort_train.jsonl", "sort_held_out.jsonl"
 
 
-def words() -> tuple[list[str], list[str]]:
-    """(training words, held-out words), disjoint, together every word there is."""
-    everything = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+def rows() -> tuple[list[str], list[str]]:
+    """(training rows, held-out rows), disjoint, together every row there is."""
+    everything = ["".join(digits) for digits in itertools.product(DIGITS, repeat=LENGTH)]
     random.Random(SPLIT_SEED).shuffle(everything)
     return everything[HELD_OUT:], everything[:HELD_OUT]
 
 
 def lines(chosen: Iterable[str]) -> str:
     """JSONL, one task a line."""
-    return "".join(json.dumps({"prompt": f"sort {word}", "label": "".join(sorted(word))}) + "\n" for word in chosen)
+    return "".join(json.dumps({"prompt": f"sort {row}", "label": "".join(sorted(row))}) + "\n" for row in chosen)
 
 
 def data_file(name: str) -> Path:
@@ -39,7 +39,7 @@ def data_file(name: str) -> Path:
 
 def write_files(folder: Path) -> None:
     """Write training and held-out prompts."""
-    train, held_out = words()
+    train, held_out = rows()
     (folder / TRAIN_FILE).write_text(lines(train))
     (folder / HELD_OUT_FILE).write_text(lines(held_out))
 

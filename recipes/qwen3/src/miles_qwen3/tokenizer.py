@@ -13,10 +13,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
-"""Control tokens that decoding leaves out."""
-MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Single tokens that are part of the text, as in Qwen3."""
+SPECIAL = (END_OF_TEXT, TURN_END)
+"""Control tokens that decoding leaves out: they end an answer."""
+MARKUP = (TURN_START, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Single tokens that show in decoded text. Qwen3 hides the start of a turn as well; here an answer that contains one
+must look wrong, or a policy that starts at random learns to pad its answers with tokens that no reward can see."""
 WORDS = ("user", "assistant", "system", "tool")
 """Written with one token, so that the frame of a message costs few tokens."""
 

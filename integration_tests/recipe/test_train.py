@@ -1,0 +1,95 @@
+"""`miles-qwen3` from the first command to a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from recipe_runs import SMALL, Shell, records
+
+REPORT_KEYS = {
+    "steps",
+    "status",
+    "eval_first",
+    "eval_last",
+    "reward_first",
+    "reward_last",
+    "tokens_sampled",
+    "tokens_trained",
+    "token_mismatches",
+    "time_to_first_step_s",
+    "wall_s",
+}
+
+
+@pytest.mark.parametrize("model", ["tiny", "moe"])
+def test_train_report_eval_export(shell: Shell, tmp_path: Path, model: str) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--hardware", "cpu", "--model", model, "--run-dir", run, "--steps", 4, *SMALL)
+    found = records(run)
+    assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
+    for record in found[1:]:
+        assert {"time", "train/loss", "train/grad_norm", "rollout/reward", "perf/step_s"} <= record.keys()
+        assert math.isfinite(record["train/loss"])
+        assert record["rollout/token_mismatches"] == 0
+        assert 0 < record["train/ess_ratio"] <= 1 + 1e-6
+        # Engine and trainer say the same of the same weights, up to rounding of float32.
+        if record["rollout/fully_async/max_staleness"] == 0:
+            assert record["train/train_rollout_logprob_abs_diff"] < 1e-4
+    if model == "moe":
+        assert all("train/router_agreement" in r for r in found[1:])
+
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report.keys() >= REPORT_KEYS
+    assert (report["status"], report["steps"], report["token_mismatches"]) == ("finished", 4, 0)
+    assert report["tokens_sampled"] >= report["tokens_trained"] > 0
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+    measured = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    assert measured["eval/sort/reward"] == found[-1]["eval/sort/reward"]
+
+    exported = tmp_path / "exported"
+    shell.run("miles-qwen3", "export", run, exported)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert loaded.config.model_type == ("qwen3" if model == "tiny" else "qwen3_moe")
+    assert len(tokenizer) == loaded.config.vocab_size
+    assert "finished" in shell.run("miles", "report", run)
+
+
+def test_recipes_and_doctor(shell: Shell) -> None:
+    assert "qwen3" in shell.run("miles", "recipes")
+    assert "python" in shell.run("miles", "doctor")
+    assert "GPU" in shell.run("miles-qwen3", "train", "--hardware", "h100-8b", status=2)
+
+
+def test_reasoning_gym_family_by_name(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--task.dataset", "letter_counting", "--task.reward", "verifier", "--steps", 2)
+    options += ("--rollout.sampling.max_new_tokens", 4, "--evaluation.sampling.max_new_tokens", 4)
+    shell.run("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
+    assert "eval/letter_counting/reward" in records(run)[-1]
+
+
+def test_game_of_several_turns_through_the_session_server(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--task", "guess", "--run-dir", run, "--steps", 3, *SMALL)
+    found = records(run)
+    assert "eval/guess/reward" in found[-1]
+    assert all(r["rollout/token_mismatches"] == 0 for r in found[1:])
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_default_run_learns(shell: Shell, tmp_path: Path, seed: int) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--hardware", "cpu", "--seed", seed, "--run-dir", run, timeout=580)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report["eval_first"] <= 0.05
+    assert report["eval_last"] >= report["eval_first"] + 0.3
+    assert report["token_mismatches"] == 0
