@@ -65,17 +65,25 @@ async def test_a_stubborn_player_loses_after_four_guesses() -> None:
     assert result.metrics == {"found": 0.0, "guesses": 4.0, "illegal": 0.0}
 
 
-@pytest.mark.parametrize("text", ["", "12", "a", "²", " 5"])
-async def test_an_illegal_first_guess_ends_the_game_without_reward(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "a", "²"])
+async def test_a_first_turn_without_a_guess_ends_the_game_without_reward(text: str) -> None:
     async with server(lambda _: text) as (url, seen):
         result = await guessing.play(url, task(5), SamplingParams(), {"api_key": "none"})
     assert (len(seen), result.reward, result.metrics["illegal"]) == (1, 0.0, 1.0)
 
 
-async def test_a_turn_at_its_length_limit_is_illegal() -> None:
-    async with server(lambda _: "5", finish="length") as (url, _):
+@pytest.mark.parametrize("text", ["5", " 5", "5!", "57", "x5"])
+async def test_the_first_digit_is_the_guess(text: str) -> None:
+    async with server(lambda _: text) as (url, _):
         result = await guessing.play(url, task(5), SamplingParams(), {"api_key": "none"})
-    assert result.reward == 0.0
+    assert result.reward == 1.0
+
+
+@pytest.mark.parametrize(("text", "reward"), [("5", 0.4), ("8", 0.4 * (1 - 3 / 9)), ("x", 0.0)])
+async def test_a_turn_at_its_length_limit_ends_the_game_with_the_credit_of_its_guess(text: str, reward: float) -> None:
+    async with server(lambda _: text, finish="length") as (url, seen):
+        result = await guessing.play(url, task(5), SamplingParams(), {"api_key": "none"})
+    assert (len(seen), result.reward, result.metrics["found"]) == (1, pytest.approx(reward), 0.0)
 
 
 @pytest.mark.parametrize("label", [None, "5", 10, -1])

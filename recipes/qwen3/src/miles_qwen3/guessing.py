@@ -8,6 +8,7 @@ used up its guesses. This is an agent as any other: it knows a base URL and the 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,9 @@ OPENING = "0-9?"
 async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
     """One game. `task.label` is the hidden digit.
 
-    The reward is 1 for a digit found at once and 0.1 less for every further guess; for one that was not found it is at
-    most 0.4, less with every step between the last guess and the digit; 0 without any legal guess.
+    The guess of a turn is the first digit in its text. A turn without one ends the game; so does a turn that met its
+    length limit, since it cannot be continued. The reward is 1 for a digit found at once and 0.1 less for every further
+    guess; else at most 0.4, less with every step between the last guess and the digit; 0 without any guess.
     """
     hidden = _hidden_digit(task)
     messages: list[dict[str, str]] = [{"role": "user", "content": OPENING}]
@@ -34,10 +36,13 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
     last: int | None = None
     async with aiohttp.ClientSession(headers=headers) as client:
         for guesses in range(GUESSES):
-            text = await _ask(client, base_url, messages, params)
-            if len(text) != 1 or text not in "0123456789":
+            text, complete = await _ask(client, base_url, messages, params)
+            found = re.search("[0-9]", text)
+            if found is None:
                 return _result(hidden, last, guesses, legal=False)
-            last = int(text)
+            last = int(found.group())
+            if not complete:
+                return _result(hidden, last, guesses + 1, legal=False)
             if last == hidden:
                 return _result(hidden, last, guesses + 1)
             messages.append({"role": "assistant", "content": text})
@@ -45,11 +50,11 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
     return _result(hidden, last, GUESSES)
 
 
-def reward_of(hidden: int, last: int | None, guesses: int) -> float:
-    """Reward of a game that ended after `guesses` legal guesses, the last of which was `last` (None without any)."""
+def reward_of(hidden: int, last: int | None, guesses: int, *, legal: bool = True) -> float:
+    """Reward of a game that ended after `guesses` guesses, the last of which was `last` (None without any)."""
     if last is None:
         return 0.0
-    if last == hidden:
+    if legal and last == hidden:
         return 1.0 - 0.1 * (guesses - 1)
     return 0.4 * (1.0 - abs(last - hidden) / 9)
 
@@ -61,20 +66,20 @@ def _hidden_digit(task: Task) -> int:
 
 
 def _result(hidden: int, last: int | None, guesses: int, *, legal: bool = True) -> AgentResult:
-    metrics = {"found": float(last == hidden), "guesses": float(guesses), "illegal": float(not legal)}
-    return AgentResult(reward=reward_of(hidden, last, guesses), metrics=metrics)
+    metrics = {"found": float(legal and last == hidden), "guesses": float(guesses), "illegal": float(not legal)}
+    return AgentResult(reward=reward_of(hidden, last, guesses, legal=legal), metrics=metrics)
 
 
 async def _ask(
     client: aiohttp.ClientSession, base_url: str, messages: list[dict[str, str]], params: SamplingParams
-) -> str:
+) -> tuple[str, bool]:
+    """The answer's text, and whether the policy ended it by itself."""
     body = {"model": "policy", "messages": messages, "max_tokens": params.max_new_tokens}
     async with client.post(f"{base_url.rstrip('/')}/chat/completions", json=body) as response:
         response.raise_for_status()
         answer = await response.json()
     choice = answer["choices"][0]
-    # A turn that met its length limit cannot be continued, so it is not a legal guess either.
-    return "" if choice["finish_reason"] == "length" else str(choice["message"]["content"] or "")
+    return str(choice["message"]["content"] or ""), choice["finish_reason"] != "length"
 
 
 def lines() -> str:
