@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import NoReturn, Protocol
@@ -92,13 +93,24 @@ def serve(connection: Connection, start: Callable[[link.Start], Service]) -> Non
                 reply = link.Failed(kind=type(error).__name__, message=message)
             connection.send(reply)
     finally:
-        if service is not None:
-            service.close()
+        try:
+            # The driver says stop and sends SIGTERM right after: closing must not be cut short by the second.
+            if threading.current_thread() is threading.main_thread():  # tests serve in other threads
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        finally:
+            if service is not None:
+                service.close()
+
+
+def _end_in_order(*_: object) -> NoReturn:
+    """SIGTERM: unwind once; another one must not interrupt the unwinding."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
 
 
 def serve_descriptor(descriptor: int, start: Callable[[link.Start], Service]) -> NoReturn:
     """Serve a connected socket by its number, then end the process; SIGTERM ends it in order too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _end_in_order)
     status = 1
     try:
         with socket.socket(fileno=descriptor) as sock:
