@@ -79,11 +79,15 @@ async def test_the_first_digit_is_the_guess(text: str) -> None:
     assert result.reward == 1.0
 
 
-@pytest.mark.parametrize(("text", "reward"), [("5", 0.4), ("8", 0.4 * (1 - 3 / 9)), ("x", 0.0)])
-async def test_a_turn_at_its_length_limit_ends_the_game_with_the_credit_of_its_guess(text: str, reward: float) -> None:
+@pytest.mark.parametrize(("text", "reward"), [("5", 0.1), ("8", 0.1 * (1 - 3 / 9)), ("x", 0.0)])
+async def test_a_turn_at_its_length_limit_ends_the_game_with_a_little_credit(text: str, reward: float) -> None:
     async with server(lambda _: text, finish="length") as (url, seen):
         result = await guessing.play(url, task(5), SamplingParams(), {"api_key": "none"})
     assert (len(seen), result.reward, result.metrics["found"]) == (1, pytest.approx(reward), 0.0)
+
+
+def test_a_guess_that_was_taken_counts_more_than_a_later_one_that_ran_on() -> None:
+    assert guessing.reward_of(5, 3, 1, stray=5) == guessing.reward_of(5, 3, 1) > guessing.reward_of(5, None, 0, stray=5)
 
 
 @pytest.mark.parametrize("label", [None, "5", 10, -1])

@@ -28,7 +28,8 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
 
     The guess of a turn is the first digit in its text. A turn without one ends the game; so does a turn that met its
     length limit, since it cannot be continued. The reward is 1 for a digit found at once and 0.1 less for every further
-    guess; else at most 0.4, less with every step between the last guess and the digit; 0 without any guess.
+    guess; else at most 0.4, less with every step between the last guess and the digit. If the only guess stands in a
+    turn that ran on, it is worth a quarter of that, so that ending a turn pays; 0 without any guess.
     """
     hidden = _hidden_digit(task)
     messages: list[dict[str, str]] = [{"role": "user", "content": OPENING}]
@@ -38,11 +39,10 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
         for guesses in range(GUESSES):
             text, complete = await _ask(client, base_url, messages, params)
             found = re.search("[0-9]", text)
-            if found is None:
-                return _result(hidden, last, guesses, legal=False)
+            if found is None or not complete:
+                stray = int(found.group()) if found is not None else None
+                return _result(hidden, last, guesses, stray=stray, legal=False)
             last = int(found.group())
-            if not complete:
-                return _result(hidden, last, guesses + 1, legal=False)
             if last == hidden:
                 return _result(hidden, last, guesses + 1)
             messages.append({"role": "assistant", "content": text})
@@ -50,13 +50,20 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
     return _result(hidden, last, GUESSES)
 
 
-def reward_of(hidden: int, last: int | None, guesses: int, *, legal: bool = True) -> float:
-    """Reward of a game that ended after `guesses` guesses, the last of which was `last` (None without any)."""
-    if last is None:
-        return 0.0
-    if legal and last == hidden:
+def reward_of(hidden: int, last: int | None, guesses: int, stray: int | None = None) -> float:
+    """Reward of a game.
+
+    Args:
+        hidden: the digit.
+        last: the last guess of a turn that ended by itself, None without any.
+        guesses: how many such guesses there were.
+        stray: the guess in a turn that ran on.
+    """
+    if last == hidden:
         return 1.0 - 0.1 * (guesses - 1)
-    return 0.4 * (1.0 - abs(last - hidden) / 9)
+    if last is not None:
+        return 0.4 * (1.0 - abs(last - hidden) / 9)
+    return 0.0 if stray is None else 0.1 * (1.0 - abs(stray - hidden) / 9)
 
 
 def _hidden_digit(task: Task) -> int:
@@ -65,9 +72,11 @@ def _hidden_digit(task: Task) -> int:
     return task.label
 
 
-def _result(hidden: int, last: int | None, guesses: int, *, legal: bool = True) -> AgentResult:
-    metrics = {"found": float(legal and last == hidden), "guesses": float(guesses), "illegal": float(not legal)}
-    return AgentResult(reward=reward_of(hidden, last, guesses, legal=legal), metrics=metrics)
+def _result(
+    hidden: int, last: int | None, guesses: int, *, stray: int | None = None, legal: bool = True
+) -> AgentResult:
+    metrics = {"found": float(last == hidden), "guesses": float(guesses), "illegal": float(not legal)}
+    return AgentResult(reward=reward_of(hidden, last, guesses, stray), metrics=metrics)
 
 
 async def _ask(

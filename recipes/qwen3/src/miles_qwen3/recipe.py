@@ -25,8 +25,16 @@ MODELS = (
         build="miles_qwen3.smollm2:build",
         heavy=True,
         overrides={
+            "steps": 40,
+            "evaluation": {"every": 10},
+            "engine": {"threads": 2},
+            "runtime": {"trainer_threads": 2},
             "trainer": {
-                "optimizer": {"lr": 5e-6, "betas": (0.9, 0.95), "schedule": {"warmup_steps": 2}},
+                "optimizer": {
+                    "lr": 1e-5,
+                    "betas": (0.9, 0.95),
+                    "schedule": {"kind": "constant", "warmup_steps": 2, "total_steps": None},
+                },
                 "objective": {"entropy_coefficient": 0.0},
             },
             "rollout": {"groups_per_step": 4, "group_size": 8},
@@ -72,7 +80,7 @@ GUESS = TaskPreset(
 
 ADD = TaskPreset(
     name="add",
-    summary="sums of two numbers from reasoning-gym, scored by its verifier; for pretrained models",
+    summary="sums and differences of two numbers (reasoning-gym), the last number counts; for pretrained models",
     overrides={
         "task": {
             "name": "add",
@@ -82,10 +90,10 @@ ADD = TaskPreset(
             "template": "{question}\nAnswer with the number only.",
             "size": 2048,
             "eval_size": 64,
-            "reward": "verifier",
+            "reward": "numeric",
         },
-        "rollout": {"sampling": {"max_new_tokens": 12}},
-        "evaluation": {"sampling": {"max_new_tokens": 12}},
+        "rollout": {"sampling": {"max_new_tokens": 16}},
+        "evaluation": {"sampling": {"max_new_tokens": 16}},
     },
 )
 
