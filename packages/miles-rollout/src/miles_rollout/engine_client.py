@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ from miles_contracts import (
     VersionSpan,
     WeightManifest,
 )
+from miles_rollout.engine_stream import EventBuffer, PartialResult
 from miles_rollout.routing_rows import RoutingRows, encoded_bytes
 
 SUPPORTED = "the embedded engine, or SGLang >= 0.5.20, < 0.6"
@@ -120,16 +122,7 @@ class EngineClient:
             EngineUnavailableError: it could not be reached or died.
             DeadlineExceededError: no answer within `Deadlines.generate`; the request is aborted on the engine.
         """
-        payload: dict[str, Any] = {
-            "input_ids": input_ids if isinstance(input_ids, list) else list(input_ids),
-            "sampling_params": _sampling_fields(params),
-            "return_logprob": True,
-        }
-        if request_id is not None:
-            payload["rid"] = request_id
-        if routing:
-            payload["return_routed_experts"] = True
-            payload["routed_experts_format"] = "narrow"
+        payload = _generate_body(input_ids, params, request_id, routing)
         try:
             answer = await self._call("POST", "/generate", payload, "a generation", self._deadlines.generate)
         except DeadlineExceededError:
@@ -137,6 +130,39 @@ class EngineClient:
                 await self._abort_quietly(request_id)
             raise
         return self._result(answer, len(payload["input_ids"]), routing)
+
+    async def generate_stream(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        routing: bool = False,
+    ) -> AsyncGenerator[PartialResult | GenerateResult, None]:
+        """As `generate`, and shows the answer while it grows: partial results, then the result, which comes last.
+
+        An engine that does not stream gives the result alone. Close the generator (`contextlib.aclosing`) to hang
+        up before the end; the embedded engine and SGLang then abort the request.
+
+        Raises: as `generate`; EngineUnavailableError also for a stream that breaks off.
+        """
+        payload = _generate_body(input_ids, params, request_id, routing) | {"stream": True}
+        try:
+            async with aclosing(self._answers("/generate", payload, "a generation", self._deadlines.generate)) as all_:
+                async for answer in all_:
+                    body = _mapping(answer, self._url, "/generate")
+                    if "error" in body:
+                        raise EngineError(self._url, f"a generation: {_message_of(msgspec.json.encode(body))}")
+                    meta = _mapping(body.get("meta_info"), self._url, "/generate meta_info")
+                    if meta.get("finish_reason") is not None:
+                        yield self._result(answer, len(payload["input_ids"]), routing)
+                        return
+                    yield PartialResult(np.asarray(body.get("output_ids") or [], dtype=np.int32))
+        except DeadlineExceededError:
+            if request_id is not None:
+                await self._abort_quietly(request_id)
+            raise
+        raise EngineUnavailableError(self._url, "a generation: the stream ended before the answer was finished")
 
     async def generate_batch(
         self,
@@ -263,16 +289,56 @@ class EngineClient:
             raise EngineError(self._url, str(answer.get("message", "the engine reported failure")))
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, what: str, deadline_s: float) -> Any:
+        data, headers = _encoded(body)
+        with self._faults(path, what, deadline_s):
+            async with asyncio.timeout(deadline_s):
+                async with self._pool().request(method, self._url + path, data=data, headers=headers) as response:
+                    raw = await response.read()
+                    status, content_type = response.status, response.content_type
+        if status >= 400:
+            raise self._refusal(path, what, status, raw)
+        if content_type != "application/json":
+            return raw.decode(errors="replace")
+        return await self._decoded(path, raw, status)
+
+    async def _answers(
+        self, path: str, body: Mapping[str, Any], what: str, deadline_s: float
+    ) -> AsyncGenerator[Any, None]:
+        """The JSON of a streamed answer's events; of those that arrive together only the newest."""
+        data, headers = _encoded(body)
+        until = asyncio.get_running_loop().time() + deadline_s
+        with self._faults(path, what, deadline_s):
+            # A deadline must not be open across a yield: it would cancel whatever the reader does meanwhile.
+            async with asyncio.timeout_at(until):
+                response = await self._pool().post(self._url + path, data=data, headers=headers)
+            async with response:
+                if response.status >= 400 or response.content_type != "text/event-stream":
+                    async with asyncio.timeout_at(until):
+                        raw = await response.read()
+                    if response.status >= 400:
+                        raise self._refusal(path, what, response.status, raw)
+                    yield await self._decoded(path, raw, response.status)
+                    return
+                events = EventBuffer()
+                while True:
+                    async with asyncio.timeout_at(until):
+                        chunk = await response.content.readany()
+                    if not chunk:
+                        return
+                    if whole := list(events.feed(chunk)):
+                        yield await self._decoded(path, whole[-1], response.status)
+
+    def _pool(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadlines.connect)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        data = None if body is None else msgspec.json.encode(body, enc_hook=_plain_int)
-        headers = {"Content-Type": "application/json"} if data is not None else {}
+        return self._session
+
+    @contextmanager
+    def _faults(self, path: str, what: str, deadline_s: float) -> Iterator[None]:
+        """What goes wrong on the way becomes an error with a name."""
         try:
-            async with asyncio.timeout(deadline_s):
-                async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
-                    raw = await response.read()
-                    status, content_type = response.status, response.content_type
+            yield
         except aiohttp.ConnectionTimeoutError as error:
             reason = f"no connection within {self._deadlines.connect:g} s for {what}"
             raise EngineUnavailableError(self._url, reason) from error
@@ -281,10 +347,8 @@ class EngineClient:
             raise DeadlineExceededError(f"{what} on {self._url}", deadline_s, remedy) from error
         except aiohttp.ClientError as error:
             raise EngineUnavailableError(self._url, f"{what}: {type(error).__name__}: {error}") from error
-        if status >= 400:
-            raise self._refusal(path, what, status, raw)
-        if content_type != "application/json":
-            return raw.decode(errors="replace")
+
+    async def _decoded(self, path: str, raw: bytes, status: int) -> Any:
         try:
             if len(raw) >= _OFF_LOOP_BYTES:
                 return await asyncio.to_thread(msgspec.json.decode, raw)
@@ -408,6 +472,30 @@ def _mapping(value: Any, engine: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise EngineError(engine, f"{where} answered {type(value).__name__}, expected an object")
     return value
+
+
+def _generate_body(
+    input_ids: Sequence[int], params: SamplingParams, request_id: str | None, routing: bool
+) -> dict[str, Any]:
+    """The body of one generation."""
+    body: dict[str, Any] = {
+        "input_ids": input_ids if isinstance(input_ids, list) else list(input_ids),
+        "sampling_params": _sampling_fields(params),
+        "return_logprob": True,
+    }
+    if request_id is not None:
+        body["rid"] = request_id
+    if routing:
+        body["return_routed_experts"] = True
+        body["routed_experts_format"] = "narrow"
+    return body
+
+
+def _encoded(body: Mapping[str, Any] | None) -> tuple[bytes | None, dict[str, str]]:
+    """A body as bytes, and its headers."""
+    if body is None:
+        return None, {}
+    return msgspec.json.encode(body, enc_hook=_plain_int), {"Content-Type": "application/json"}
 
 
 def _message_of(raw: bytes) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from engine_models import VOCAB
 from engine_serving import until
 from engine_text import save_tokenizer
 
-from miles_contracts import PauseMode, SamplingParams
+from miles_contracts import GenerateResult, PauseMode, SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -289,6 +291,38 @@ async def test_streaming(models, serve) -> None:
     assert all(s["output_ids"] == want["output_ids"][:n] for s, n in zip(seen, lengths, strict=True))
 
 
+async def test_a_long_stream_does_not_repeat_itself_for_every_token(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    ask = body(stream=True, sampling_params={"max_new_tokens": 240, "ignore_eos": True})
+    async with engine.http.post(engine.url + "/generate", json=ask) as response:
+        lines = [line async for line in response.content if line.startswith(b"data: {")]
+    counts = [len(json.loads(line.removeprefix(b"data: "))["output_ids"]) for line in lines]
+    assert counts[-1] == 240
+    assert len(counts) > 3
+    assert all(b - a >= max(1, a // 64) for a, b in itertools.pairwise(counts[:-1]))
+
+
+async def test_a_streaming_client_sees_the_answer_grow_and_gets_what_others_get(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    want = await engine.client.generate(PROMPT, params)
+    *partial, last = [r async for r in engine.client.generate_stream(PROMPT, params, request_id="s")]
+    assert isinstance(last, GenerateResult)
+    assert last.output_ids.tolist() == want.output_ids.tolist()
+    np.testing.assert_allclose(last.logprobs, want.logprobs, atol=1e-5)
+    assert partial
+    assert all(p.output_ids.tolist() == want.output_ids[: len(p.output_ids)].tolist() for p in partial)
+
+
+async def test_hanging_up_on_a_stream_aborts_it(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    limit = engine.core.scheduler.limits.context_length - len(PROMPT) - 1
+    params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
+    async with aclosing(engine.client.generate_stream(PROMPT, params)) as stream:
+        await anext(stream)
+    await until(lambda: not engine.core.scheduler.running)
+
+
 async def test_a_failing_step_fails_its_requests_and_shows_in_health(models, serve, monkeypatch) -> None:
     engine = await serve(models("qwen3"))
 
@@ -304,7 +338,8 @@ async def test_a_failing_step_fails_its_requests_and_shows_in_health(models, ser
         assert not await engine.client.healthy()
     assert (await engine.get("/health_generate"))[0] == 200
     assert await engine.client.healthy()
-    assert (await engine.client.generate(PROMPT, SamplingParams(max_new_tokens=2))).finish_reason == "length"
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    assert (await engine.client.generate(PROMPT, params)).finish_reason == "length"
 
 
 async def test_logits_that_are_not_finite_end_the_request(models, serve) -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rollout_factories import MemoryEngine
 
-from miles_contracts import DeadlineExceededError, EngineError, InvalidFieldError, SamplingParams
+from miles_contracts import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    GenerateResult,
+    InvalidFieldError,
+    SamplingParams,
+)
+from miles_rollout.engine_stream import PartialResult
 from miles_rollout.router import Router, RouterConfig
 
 PARAMS = SamplingParams(max_new_tokens=8, seed=3)
@@ -250,3 +261,48 @@ async def test_hit_rates_per_engine_and_in_total() -> None:
     assert metrics["router/engine_0/prefix_cache_hit_rate"] == 0.5
     assert metrics["router/engine_1/prefix_cache_hit_rate"] == 0.9
     assert metrics["rollout/prefix_cache_hit_rate"] == 32 / 40
+
+
+class GrowingEngine(MemoryEngine):
+    """Shows the answer once before its end, and then dies if it is told to."""
+
+    def __init__(self, url: str, *, dies: bool) -> None:
+        super().__init__(url)
+        self.dies = dies
+
+    async def generate_stream(
+        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, routing: bool = False
+    ) -> AsyncIterator[PartialResult | GenerateResult]:
+        result = await self.generate(input_ids, params, request_id=request_id, routing=routing)
+        yield PartialResult(result.output_ids[:1])
+        if self.dies:
+            raise EngineUnavailableError(self.url, "died")
+        yield result
+
+
+@pytest.mark.parametrize("passed_on", [False, True])
+async def test_a_turn_that_was_shown_is_not_issued_again(passed_on: bool) -> None:
+    fleet = [GrowingEngine("http://engine-0", dies=True), GrowingEngine("http://engine-1", dies=False)]
+    router = Router(fleet)
+    seen: list[list[int]] = []
+
+    def show(ids: NDArray[np.int32]) -> bool:
+        seen.append(ids.tolist())
+        return passed_on
+
+    if passed_on:
+        with pytest.raises(EngineUnavailableError, match="died"):
+            await router.generate("x", [1, 2], PARAMS, on_partial=show)
+        assert (len(seen), router.reissued_turns) == (1, 0)
+    else:
+        result = await router.generate("x", [1, 2], PARAMS, on_partial=show)
+        assert seen == [result.output_ids[:1].tolist()] * 2
+        assert router.reissued_turns == 1
+    assert router.quarantined == {"http://engine-0": "died"}
+    assert router.metrics()["router/outstanding_tokens"] == 0
+
+
+async def test_engines_that_cannot_stream_show_nothing_and_answer() -> None:
+    router = Router(engines())
+    result = await router.generate("x", [1, 2], PARAMS, on_partial=lambda _: pytest.fail("shown"))
+    assert len(result.output_ids)

@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 from session_factories import WEATHER, assistant, call, tool, user, write_tokenizer
 
-from miles_contracts import Trajectory, wire
+from miles_contracts import GenerateResult, PauseMode, Trajectory, wire
 from miles_rollout.engine_client import EngineClient
+from miles_rollout.engine_stream import PartialResult
 from miles_rollout.renderers import load_renderer
 from miles_rollout.router import Router
 from miles_rollout.session import Policy, SessionConfig, SessionServer, audit
@@ -160,3 +162,75 @@ async def test_many_sessions_at_once_on_a_sampling_policy(trained: tuple[Path, A
     for trajectory in found:
         want, mask = logprobs_of(model, trajectory), trajectory.loss_mask
         assert np.abs(trajectory.logprobs[mask] - want[mask]).max() < 1e-3
+
+
+class HeldEngine(EngineClient):
+    """Pauses the engine as soon as it has shown the first tokens, and passes those on."""
+
+    held = False
+
+    async def generate_stream(self, *args: Any, **fields: Any) -> AsyncGenerator[PartialResult | GenerateResult, None]:
+        async with aclosing(super().generate_stream(*args, **fields)) as results:
+            async for result in results:
+                if not self.held:
+                    self.held = True
+                    await self.pause(PauseMode.IN_PLACE)
+                yield result
+
+
+async def test_a_stream_begins_before_the_engine_has_finished(trained: tuple[Path, Any], engine_url: str) -> None:
+    folder, model = trained
+    renderer = load_renderer(folder, "qwen3").with_options(thinking=False)
+    async with HeldEngine(engine_url) as engine, SessionServer(Router([engine]), renderer) as server:
+        session = server.service.open()
+        client = openai.AsyncOpenAI(base_url=server.session_url(session.id), api_key="none", max_retries=0)
+        stream = await client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "Talk!"}],
+            max_tokens=1500,
+            seed=3,  # talks for long
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = aiter(stream)
+        pieces: list[str] = []
+        async for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                pieces.append(chunk.choices[0].delta.content)
+                break
+        state = await engine.server_info()
+        assert (state["running_requests"], state["paused"]) == (1, True)  # the engine is in the middle of the answer
+        assert session.tree.nodes == []
+        await engine.resume()
+        async for chunk in chunks:
+            if chunk.choices:
+                pieces.append(chunk.choices[0].delta.content or "")
+        await client.close()
+        (trajectory,) = server.service.trajectories(session.id)
+        (node,) = session.tree.nodes
+    assert "".join(pieces) == node.reply.content
+    assert chunk.usage.completion_tokens == trajectory.loss_mask.sum() > 200
+    assert audit([trajectory]).mismatches == 0
+    # The ids are the engine's: it gave them the log-probs that Hugging Face gives them.
+    want, mask = logprobs_of(model, trajectory), trajectory.loss_mask
+    assert np.abs(trajectory.logprobs[mask] - want[mask]).max() < 1e-3
+
+
+async def test_a_client_that_hangs_up_frees_the_engine(trained: tuple[Path, Any], engine_url: str) -> None:
+    renderer = load_renderer(trained[0], "qwen3").with_options(thinking=False)
+    async with EngineClient(engine_url) as engine, SessionServer(Router([engine]), renderer) as server:
+        session = server.service.open()
+        async with openai.AsyncOpenAI(base_url=server.session_url(session.id), api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "Talk!"}],
+                max_tokens=3500,
+                seed=39,  # talks for long
+                stream=True,
+            )
+            await anext(aiter(stream))
+            await stream.close()
+        async with asyncio.timeout(60):
+            while session.in_flight or (await engine.server_info())["running_requests"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert session.tree.nodes == []

@@ -20,6 +20,8 @@ from miles_rollout.engine.sequence import Sequence, State
 from miles_rollout.engine.weight_routes import WeightRoutes
 
 _MAX_BODY = 1 << 30
+_STREAM_PARTS = 64
+"""A streamed answer is sent again once it has grown by this part."""
 
 
 class EngineServer:
@@ -114,17 +116,21 @@ class EngineServer:
         if left:
             self.core.post(lambda: [self.core.abort(rid, "the caller went away") for rid in left])
 
-    def _answer(self, call: GenerateCall, sequence: Sequence) -> dict[str, Any]:
+    def _answer(self, call: GenerateCall, sequence: Sequence, *, partial: bool = False) -> dict[str, Any]:
         return generate_answer(
             sequence,
             self.core.codec.output_text(sequence),
             logprobs=call.logprobs,
-            routes=call.routes,
+            routes="" if partial else call.routes,
             weight_version=self.core.weight_version,
         )
 
     async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
-        """Server-sent events, each with all tokens so far (as SGLang does), closed by `[DONE]`."""
+        """Server-sent events, each with all tokens so far (as SGLang does), closed by `[DONE]`.
+
+        Only the last one has the routing. An event comes with every token at first, later with every 64th part
+        more, so that all events together cost time linear in the answer's length.
+        """
         sequence = call.sequences[0]
         if sequence.id in self._waiters:
             raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
@@ -133,16 +139,19 @@ class EngineServer:
             await self.on_model(lambda: self.core.submit(call.sequences))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
-            done = False
+            done, sent = False, 0
             while not done:
-                _, done = await queue.get()
+                count, done = await queue.get()
                 while not queue.empty():  # a slow reader gets the newest state, not a backlog
-                    _, done = queue.get_nowait()
+                    count, done = queue.get_nowait()
+                if not done and count - sent < max(1, sent // _STREAM_PARTS):
+                    continue
                 answer = (
-                    await self.on_model(lambda: self._answer(call, sequence))
+                    await self.on_model(lambda: self._answer(call, sequence, partial=True))
                     if not done
                     else self._answer(call, sequence)
                 )
+                sent = len(answer["output_ids"])
                 await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()

@@ -7,7 +7,7 @@ from miles_rollout.parsers.inkling import InklingSyntax
 from miles_rollout.parsers.invoke_calls import InvokeCalls
 from miles_rollout.parsers.json_calls import JsonCalls
 from miles_rollout.parsers.kimi_calls import KimiCalls
-from miles_rollout.parsers.message import CompletionSyntax, ParsedMessage, parse_completion
+from miles_rollout.parsers.message import CompletionSyntax, ParsedMessage, Progress, parse_completion, text_before
 from miles_rollout.parsers.pair_calls import PairCalls
 from miles_rollout.parsers.tagged import TaggedSyntax
 from miles_rollout.parsers.xml_calls import XmlCalls
@@ -24,7 +24,9 @@ __all__ = [
     "PairCalls",
     "ParsedCalls",
     "ParsedMessage",
+    "Progress",
     "TaggedSyntax",
     "XmlCalls",
     "parse_completion",
+    "text_before",
 ]

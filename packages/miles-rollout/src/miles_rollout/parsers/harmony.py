@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_contracts import ToolCall
 from miles_rollout.parsers.calls import make_call
-from miles_rollout.parsers.message import CallId, ParsedMessage, Tools
+from miles_rollout.parsers.message import CallId, ParsedMessage, Progress, Tools
 
 _PIECE = re.compile(
     r"(?:<\|start\|>assistant)?([^<]*)(?:<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?)?<\|message\|>"
@@ -52,6 +52,10 @@ class HarmonySyntax:
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
         )
+
+    def so_far(self, text: str) -> Progress:
+        """See `CompletionSyntax.so_far`. A message is known for what it is only when it has ended."""
+        return Progress()
 
 
 def _read_call(recipient: str, body: str, identifier: str) -> ToolCall | str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_contracts import ToolCall
 from miles_rollout.parsers.calls import make_call
-from miles_rollout.parsers.message import CallId, ParsedMessage, Tools
+from miles_rollout.parsers.message import CallId, ParsedMessage, Progress, Tools
 
 _BLOCK = re.compile(
     r"(?:<\|message_model\|>)?([^<]*)<\|content_(text|thinking|invoke_tool_json)\|>(.*?)"
@@ -50,6 +50,10 @@ class InklingSyntax:
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
         )
+
+    def so_far(self, text: str) -> Progress:
+        """See `CompletionSyntax.so_far`. A block is known for what it is only when it has ended."""
+        return Progress()
 
 
 def _read_call(body: str, identifier: str) -> ToolCall | str:

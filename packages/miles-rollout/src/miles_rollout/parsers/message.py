@@ -39,11 +39,27 @@ class ParsedMessage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is certain of a turn that is still being sampled.
+
+    Attributes:
+        content: text that the finished turn's content begins with.
+        reasoning_content: the finished turn's reasoning, or None when that is not known yet or there is none.
+    """
+
+    content: str = ""
+    reasoning_content: str | None = None
+
+
 class CompletionSyntax(Protocol):
     """How a model family writes a turn."""
 
     def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedMessage:
         """Reads one turn, control tokens included in the text, the final stop token not."""
+        ...
+
+    def so_far(self, text: str) -> Progress:
+        """Reads the beginning of a turn: what `parse` will say whatever follows, nothing when in doubt."""
         ...
 
 
@@ -66,3 +82,16 @@ def parse_completion(
 
 def _random_id(index: int) -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def text_before(text: str, markers: Sequence[str]) -> str:
+    """Text in front of the first marker, and of an end that may become one when the text goes on."""
+    starts = [at for marker in markers if (at := text.find(marker)) >= 0]
+    if starts:
+        return text[: min(starts)]
+    longest = max(map(len, markers), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        end = text[-size:]
+        if any(marker.startswith(end) for marker in markers):
+            return text[:-size]
+    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles_rollout.parsers.calls import CallFormat
-from miles_rollout.parsers.message import CallId, ParsedMessage, Tools
+from miles_rollout.parsers.message import CallId, ParsedMessage, Progress, Tools, text_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,31 @@ class TaggedSyntax:
             tool_calls=found.tool_calls,
             malformed=found.malformed,
         )
+
+    def so_far(self, text: str) -> Progress:
+        """See `CompletionSyntax.so_far`.
+
+        One reading is taken for granted: a turn that begins without reasoning does not close any later on.
+        """
+        if self.opening is not None:
+            body = text.lstrip()
+            if self.opening.startswith(body):
+                return Progress()  # the tag itself may still be under way
+            inside = self.begins_inside or body.startswith(self.opening)
+            if inside and self.closing not in body:
+                return Progress()
+        reasoning, rest = self.split(text)
+        return Progress(content=self._content_so_far(rest), reasoning_content=reasoning)
+
+    def _content_so_far(self, rest: str) -> str:
+        """The part of the answer that no call can change any more."""
+        tags = [self.closing] if self.opening is not None else []
+        if self.calls is None:
+            return text_before(rest, tags)
+        # Formats of control tokens have several that may open a call; line ends next to a call go with it.
+        opening = self.calls.opening
+        known = text_before(rest, [*tags, "<|" if opening.startswith("<|") else opening]).rstrip("\n")
+        return known if known.strip() and not known.startswith("\n") else ""
 
     def split(self, text: str) -> tuple[str | None, str]:
         """Reasoning (None when there is none) and the rest."""

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 
 from miles_contracts import InvalidFieldError
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
 
 class Vocabulary:
     """The tokenizer of a model folder.
@@ -81,6 +83,11 @@ class Vocabulary:
     def is_added(self, token_id: int) -> bool:
         """True when the id is an added token, across which no merge can reach."""
         return token_id in self._text_of
+
+    def is_byte(self, token_id: int) -> bool:
+        """True for a byte of a character that has no token of its own ("<0xE4>" of a byte-fallback tokenizer)."""
+        known = 0 <= token_id < self.size
+        return known and _BYTE.fullmatch(self._first.id_to_token(token_id) or "") is not None
 
     def text_of(self, token_id: int) -> str:
         """The text of one token, for reports."""

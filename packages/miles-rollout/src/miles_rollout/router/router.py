@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from miles_contracts import (
@@ -26,6 +28,7 @@ from miles_contracts import (
     InvalidFieldError,
     SamplingParams,
 )
+from miles_rollout.engine_stream import OnPartial, generate_on
 from miles_rollout.router.table import Placement, RouterTable
 
 _log = logging.getLogger(__name__)
@@ -156,8 +159,12 @@ class Router:
         params: SamplingParams,
         *,
         routing: bool = False,
+        on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """Sample after `input_ids` on the engine of session `key`.
+
+        With `on_partial` the answer is shown while it grows, where the engine can. Once that says that something
+        was passed on, a failure is final: another issue could say something else than what is already out.
 
         Raises:
             EngineError: the engine refused the request (4xx), or every issue of it failed.
@@ -165,17 +172,18 @@ class Router:
         """
         tokens = len(input_ids) + params.max_new_tokens
         avoid: str | None = None
+        watch = None if on_partial is None else _Watch(on_partial)
         for issue in range(1 + self._config.max_reissues):
             name = await self._place(key, tokens, avoid)
             try:
-                result = await self._turn(name, input_ids, params, routing)
+                result = await self._turn(name, input_ids, params, routing, watch)
             except DeadlineExceededError as error:
                 # Not issued again: the turn may just be long. An engine that only ever hangs is struck out.
                 self._strike(name, str(error))
                 raise
             except EngineError as error:
                 self._failed(name, error)
-                if issue == self._config.max_reissues:
+                if issue == self._config.max_reissues or (watch is not None and watch.passed_on):
                     raise
                 self._reissued += 1
                 avoid = name
@@ -220,10 +228,14 @@ class Router:
                 f"an engine that serves ({reasons})", self._config.no_engine_s, "restart the engines"
             ) from error
 
-    async def _turn(self, name: str, input_ids: Sequence[int], params: SamplingParams, routing: bool) -> GenerateResult:
+    async def _turn(
+        self, name: str, input_ids: Sequence[int], params: SamplingParams, routing: bool, watch: _Watch | None
+    ) -> GenerateResult:
         """One issue of a turn, given up as soon as its engine is lost or the caller no longer wants it."""
         engine, request_id = self._engines[name], uuid.uuid4().hex
-        turn = asyncio.ensure_future(engine.generate(input_ids, params, request_id=request_id, routing=routing))
+        turn = asyncio.ensure_future(
+            generate_on(engine, input_ids, params, request_id=request_id, routing=routing, on_partial=watch)
+        )
         lost = asyncio.ensure_future(self._lost[name].wait())
         try:
             await asyncio.wait((turn, lost), timeout=self._config.turn_deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -320,3 +332,15 @@ class _Problem:
 
     reason: str
     final: bool = False
+
+
+class _Watch:
+    """Passes partial results on, and remembers whether any of them cannot be taken back."""
+
+    def __init__(self, on_partial: OnPartial) -> None:
+        self._on_partial = on_partial
+        self.passed_on = False
+
+    def __call__(self, ids: NDArray[np.int32]) -> bool:
+        self.passed_on = self._on_partial(ids) or self.passed_on
+        return self.passed_on

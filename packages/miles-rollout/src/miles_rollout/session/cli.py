@@ -88,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--thinking", choices=("on", "off"), help="switch the family's reasoning (default: the family's)")
     add("--wait-when-busy", action="store_true", help="queue a second request of a linear session instead of 409")
     add("--best-effort-tool-choice", action="store_true", help='serve tool_choice "required" as "auto"')
+    add("--no-live-streams", action="store_true", help="stream finished turns only, not what the engine just samples")
     add("--record-routing", action="store_true", help="record expert choices (needs --num-experts)")
     add("--num-experts", type=int, help="experts a layer of a mixture-of-experts model")
     add("--routing-layers", type=int, help="layers in SGLang's routing answers (its decoder layers)")
@@ -116,6 +117,7 @@ def config_of(options: argparse.Namespace) -> SessionConfig:
         repairs=frozenset(Repair(k.strip()) for k in options.repairs.split(",")) if repairs is None else repairs,
         wait_when_busy=options.wait_when_busy,
         best_effort_tool_choice=options.best_effort_tool_choice,
+        live_streams=not options.no_live_streams,
         record_routing=options.record_routing,
         num_experts=options.num_experts,
         default_max_tokens=options.default_max_tokens,

@@ -36,6 +36,8 @@ class SessionConfig(BaseModel):
     """Budget of a turn for which neither the request nor the session names one."""
     max_context_tokens: _Positive | None = None
     """Longest prompt plus completion; a turn's budget is cut to fit. None leaves it to the engine."""
+    live_streams: bool = True
+    """Stream chat content while the engine samples, if it can; otherwise streams are cut from the finished turn."""
     engine_timeout_s: _Seconds = 1800.0
     """Longest wait for one generation."""
     max_sessions: _Positive = 4096

@@ -24,9 +24,10 @@ from aiohttp import web
 
 from miles_contracts import wire
 from miles_rollout.session.errors import BadRequestError, BodyTooLargeError, SessionError, UnauthorizedError
-from miles_rollout.session.requests import OpenRequest, SamplingFields, decode_body
-from miles_rollout.session.responses import chat_body, chat_events, completion_body, completion_events
+from miles_rollout.session.requests import OpenRequest, decode_body
+from miles_rollout.session.responses import chat_body, completion_body, completion_events, wants_usage
 from miles_rollout.session.service import SessionService
+from miles_rollout.session.streaming import EVENT_STREAM, ChatResponse
 
 _log = logging.getLogger(__name__)
 _OPEN = msgspec.json.Decoder(OpenRequest)
@@ -70,21 +71,26 @@ def _guard(service: SessionService, token: str | None) -> Any:
             if token is not None and request.path not in ("/health", "/metrics"):
                 _check_token(request, token)
             return await handler(request)
-        except SessionError as error:
-            service.metrics.error(error.code)
-            return _json(error.to_dict(), error.status)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
             refused = BadRequestError(f"{request.method} {request.path}: {error.reason}")
             service.metrics.error(f"http_{error.status}")
             return _json(refused.to_dict(), error.status)
-        except Exception:  # noqa: BLE001 - the request boundary: one request's bug is that request's error
-            _log.exception("%s %s failed", request.method, request.path)
-            service.metrics.error(SessionError.code)
-            return _json(SessionError("internal error of the session server; its log has the details").to_dict(), 500)
+        except Exception as error:  # noqa: BLE001 - the request boundary: one request's bug is that request's error
+            failure = _reported(service, request, error)
+            return _json(failure.to_dict(), failure.status)
 
     return guard
+
+
+def _reported(service: SessionService, request: web.Request, error: Exception) -> SessionError:
+    """What the client is told of a failure; it is counted, and logged if it is a bug."""
+    if not isinstance(error, SessionError):
+        _log.error("%s %s failed", request.method, request.path, exc_info=error)
+        error = SessionError("internal error of the session server; its log has the details")
+    service.metrics.error(error.code)
+    return error
 
 
 def _check_token(request: web.Request, token: str) -> None:
@@ -133,12 +139,21 @@ class _Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         started = time.perf_counter()
-        answer, asked = await self._service.chat(request.match_info["id"], await self._body(request))
-        if asked.stream:
-            events = chat_events(answer, include_usage=_wants_usage(asked))
-            response: web.StreamResponse = await _stream(request, events)
-        else:
-            response = web.Response(body=chat_body(answer), content_type="application/json")
+        body = await self._body(request)
+        stream = ChatResponse(request)
+        try:
+            try:
+                answer, asked = await self._service.chat(request.match_info["id"], body, stream.on_delta)
+            except Exception as error:  # the request boundary again: the status is out, only an event can say it
+                if not stream.started:
+                    raise
+                return await stream.fail(_reported(self._service, request, error))
+            if asked.stream:
+                response: web.StreamResponse = await stream.finish(answer, asked)
+            else:
+                response = web.Response(body=chat_body(answer), content_type="application/json")
+        finally:
+            stream.close()
         self._service.metrics.observe("turn_seconds", time.perf_counter() - started)
         return response
 
@@ -146,7 +161,7 @@ class _Routes:
         started = time.perf_counter()
         answer, asked = await self._service.complete(request.match_info["id"], await self._body(request))
         if asked.stream:
-            events = completion_events(answer, include_usage=_wants_usage(asked))
+            events = completion_events(answer, include_usage=wants_usage(asked))
             response: web.StreamResponse = await _stream(request, events)
         else:
             response = web.Response(body=completion_body(answer), content_type="application/json")
@@ -161,12 +176,8 @@ class _Routes:
             raise BodyTooLargeError(f"the body is larger than {limit} bytes; raise max_body_bytes") from error
 
 
-def _wants_usage(request: SamplingFields) -> bool:
-    return request.stream_options is not None and request.stream_options.include_usage
-
-
 async def _stream(request: web.Request, events: Iterable[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(headers=EVENT_STREAM)
     await response.prepare(request)
     for event in events:
         await response.write(event)

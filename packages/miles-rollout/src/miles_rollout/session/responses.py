@@ -1,7 +1,7 @@
 """Answers in OpenAI's form, whole or as a stream of server-sent events.
 
-The stream is cut from the finished turn: nothing of a turn reaches the client before the server has committed it,
-so a client never holds text of a turn that the session does not know.
+A stream ends only once its turn is committed. Of a chat, pieces may have gone out before (see `live`); `chat_events`
+then gives the rest. A stream that fails ends with an error and without `[DONE]`, and its turn is not in the session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 import msgspec
 
 from miles_contracts import Message
+from miles_rollout.session.errors import SessionError
+from miles_rollout.session.live import Delta
 from miles_rollout.session.nodes import Node
+from miles_rollout.session.requests import ChatRequest, SamplingFields
 
 _ENCODER = msgspec.json.Encoder()
 CHUNK_CHARS = 64
@@ -108,32 +111,76 @@ def completion_body(answer: Answer) -> bytes:
     return _ENCODER.encode(body)
 
 
-def chat_events(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
-    """The events of a streamed `chat.completion.chunk` sequence, `[DONE]` included."""
-    assert answer.node.reply is not None
-    head = _envelope(answer, "chat.completion.chunk")
-    if include_usage:
-        head["usage"] = None
-    reply = answer.node.reply
+class ChatStream:
+    """Writes the events of one streamed `chat.completion.chunk` sequence; all of them carry the same id.
 
-    def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    Args:
+        completion_id: id of the completion.
+        asked: the request.
+    """
+
+    def __init__(self, completion_id: str, asked: ChatRequest) -> None:
+        self._head: dict[str, Any] = {
+            "id": completion_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self._include_usage = wants_usage(asked)
+        if self._include_usage:
+            self._head["usage"] = None
+        self._begun = False
+        self._content = 0
+        self._reasoning = False
+
+    def piece(self, delta: Delta) -> Iterator[bytes]:
+        """Events of a piece of a turn that is not finished."""
+        yield from self._begin("")
+        yield from self._text("reasoning_content", delta.reasoning_content)
+        yield from self._text("content", delta.content)
+        self._content += len(delta.content)
+        self._reasoning = self._reasoning or delta.reasoning_content is not None
+
+    def rest(self, answer: Answer) -> Iterator[bytes]:
+        """Events of what `piece` has not brought of a turn that is finished, `[DONE]` included."""
+        reply = answer.node.reply
+        assert reply is not None
+        yield from self._begin("" if reply.content is not None else None)
+        if not self._reasoning:
+            yield from self._text("reasoning_content", reply.reasoning_content)
+        yield from self._text("content", (reply.content or "")[self._content :])
+        for index, call in enumerate(reply.tool_calls):
+            named = {"name": call.function.name, "arguments": ""}
+            yield self._event({"tool_calls": [{"index": index, "id": call.id, "type": call.type, "function": named}]})
+            for piece in _pieces(call.function.arguments):
+                yield self._event({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        yield self._event({}, answer.finish_reason, logprobs=_logprobs(answer), miles=answer.extras())
+        if self._include_usage:
+            yield b"data: " + _ENCODER.encode(self._head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
+        yield DONE
+
+    def _begin(self, content: str | None) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield self._event({"role": "assistant", "content": content})
+
+    def _text(self, name: str, text: str | None) -> Iterator[bytes]:
+        for piece in _pieces(text):
+            yield self._event({name: piece})
+
+    def _event(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None} | more
-        return b"data: " + _ENCODER.encode(head | {"choices": [choice]}) + b"\n\n"
+        return b"data: " + _ENCODER.encode(self._head | {"choices": [choice]}) + b"\n\n"
 
-    yield event({"role": "assistant", "content": "" if reply.content is not None else None})
-    for piece in _pieces(reply.reasoning_content):
-        yield event({"reasoning_content": piece})
-    for piece in _pieces(reply.content):
-        yield event({"content": piece})
-    for index, call in enumerate(reply.tool_calls):
-        named = {"name": call.function.name, "arguments": ""}
-        yield event({"tool_calls": [{"index": index, "id": call.id, "type": call.type, "function": named}]})
-        for piece in _pieces(call.function.arguments):
-            yield event({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-    yield event({}, answer.finish_reason, logprobs=_logprobs(answer), miles=answer.extras())
-    if include_usage:
-        yield b"data: " + _ENCODER.encode(head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
-    yield DONE
+
+def wants_usage(asked: SamplingFields) -> bool:
+    """Whether a stream is to end with a chunk of token counts."""
+    return asked.stream_options is not None and asked.stream_options.include_usage
+
+
+def error_event(error: SessionError) -> bytes:
+    """The event that ends a stream whose turn failed."""
+    return b"data: " + _ENCODER.encode(error.to_dict()) + b"\n\n"
 
 
 def completion_events(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:

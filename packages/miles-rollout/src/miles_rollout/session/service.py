@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles_contracts import InvalidFieldError, Message, SamplingParams, Trajectory, TrajectoryIdentity
+from miles_rollout.engine_stream import OnPartial
 from miles_rollout.renderers import Renderer
 from miles_rollout.session import audit
 from miles_rollout.session.audit import SessionCounters
@@ -32,6 +34,7 @@ from miles_rollout.session.errors import (
     SessionNotFoundError,
     UpstreamError,
 )
+from miles_rollout.session.live import Delta, LiveView
 from miles_rollout.session.matching import load_matcher
 from miles_rollout.session.messages import assistant_message
 from miles_rollout.session.metrics import Metrics
@@ -53,6 +56,8 @@ from miles_rollout.session.session import RenderChoice, Session
 from miles_rollout.session.tree import Plan, Policy, SessionTree
 from miles_rollout.session.upstream import Sampler, call, check
 
+OnDelta = Callable[[ChatRequest, Delta], None]
+"""Takes the next piece of a turn that is being sampled, with the request it answers."""
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
@@ -197,8 +202,14 @@ class SessionService:
 
     # -- turns ----------------------------------------------------------------------------------------------
 
-    async def chat(self, session_id: str, body: bytes) -> tuple[Answer, ChatRequest]:
+    async def chat(self, session_id: str, body: bytes, on_delta: OnDelta | None = None) -> tuple[Answer, ChatRequest]:
         """Serve one chat completion.
+
+        Args:
+            session_id: the session.
+            body: the request.
+            on_delta: takes pieces of the answer while it is sampled, if the request asks for a stream; they come
+                before the turn is verified and committed, and the committed content begins with them.
 
         Raises:
             SessionError: whatever went wrong; the session is unchanged.
@@ -207,9 +218,9 @@ class SessionService:
         request = decode_body(body, _CHAT)
         refuse_unsupported(request)
         async with self._turn(session):
-            return await self._chat(session, request), request
+            return await self._chat(session, request, on_delta if request.stream else None), request
 
-    async def _chat(self, session: Session, request: ChatRequest) -> Answer:
+    async def _chat(self, session: Session, request: ChatRequest, on_delta: OnDelta | None) -> Answer:
         forced = choice_is_forced(request.tool_choice)
         if forced and not self.config.best_effort_tool_choice:
             raise BadRequestError(
@@ -227,11 +238,22 @@ class SessionService:
         history = stored.tolist()
         suffix = render_prompt(renderer, plan, history)
         new_ids = np.asarray(suffix, dtype=np.int32)
+        # Without tools to call, a call becomes content together with all that stands before it: only the end tells.
+        view = None
+        if on_delta is not None and self.config.live_streams and request.tool_choice != "none":
+            view = LiveView(renderer, params.stop, partial(on_delta, request))
         sampled, params = await self._sample(
-            session, np.concatenate((stored, new_ids)), history + suffix, len(stored), params
+            session,
+            np.concatenate((stored, new_ids)),
+            history + suffix,
+            len(stored),
+            params,
+            on_partial=None if view is None else view.advance,
         )
 
         parsed = renderer.parse(sampled.output_ids.tolist(), tools)
+        if view is not None:
+            parsed = view.settle(parsed, sampled.output_ids.tolist())
         content, calls = parsed.content, parsed.tool_calls
         if request.tool_choice == "none" and calls:
             content, calls = renderer.decode(sampled.output_ids.tolist()), ()
@@ -329,7 +351,13 @@ class SessionService:
             session.last_used = self._clock()
 
     async def _sample(
-        self, session: Session, prompt: NDArray[np.int32], prompt_ids: list[int], stored: int, params: SamplingParams
+        self,
+        session: Session,
+        prompt: NDArray[np.int32],
+        prompt_ids: list[int],
+        stored: int,
+        params: SamplingParams,
+        on_partial: OnPartial | None = None,
     ) -> tuple[Generation, SamplingParams]:
         """Ask the engine; `prompt` and `prompt_ids` are the same ids in the two forms that are needed."""
         params = fit_context(params, len(prompt), self.config.max_context_tokens)
@@ -344,6 +372,7 @@ class SessionService:
                 request_id=name,
                 routing=self.config.record_routing,
                 timeout_s=self.config.engine_timeout_s,
+                on_partial=on_partial,
             )
         finally:
             self.metrics.observe("engine_seconds", self._clock() - started)

@@ -20,6 +20,7 @@ from miles_contracts import (
     VersionSpan,
     narrowest_dtype,
 )
+from miles_rollout.engine_stream import OnPartial, generate_on
 from miles_rollout.router import Router
 from miles_rollout.session.errors import UpstreamError, UpstreamTimeoutError, UpstreamUnavailableError
 from miles_rollout.session.nodes import Generation
@@ -34,7 +35,14 @@ class Sampler(Protocol):
     """Samples continuations for sessions."""
 
     async def generate(
-        self, key: str, input_ids: list[int], params: SamplingParams, *, request_id: str, routing: bool
+        self,
+        key: str,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        routing: bool,
+        on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """Sample after a prompt.
 
@@ -44,6 +52,7 @@ class Sampler(Protocol):
             params: how to sample.
             request_id: a fresh name for the request.
             routing: record expert choices.
+            on_partial: is shown the ids while they are sampled, if that can be done at all.
         """
         ...
 
@@ -60,11 +69,20 @@ class EngineSampler:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, key: str, input_ids: list[int], params: SamplingParams, *, request_id: str, routing: bool
+        self,
+        key: str,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        routing: bool,
+        on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """See `Sampler.generate`."""
         try:
-            return await self._engine.generate(input_ids, params, request_id=request_id, routing=routing)
+            return await generate_on(
+                self._engine, input_ids, params, request_id=request_id, routing=routing, on_partial=on_partial
+            )
         except asyncio.CancelledError:
             task = asyncio.create_task(self._abort(request_id), name=f"abort-{request_id}")
             self._aborts.add(task)
@@ -87,10 +105,17 @@ class RouterSampler:
         self._router = router
 
     async def generate(
-        self, key: str, input_ids: list[int], params: SamplingParams, *, request_id: str, routing: bool
+        self,
+        key: str,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        routing: bool,
+        on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """See `Sampler.generate`; the router names the request itself, anew for every engine it tries."""
-        return await self._router.generate(key, input_ids, params, routing=routing)
+        return await self._router.generate(key, input_ids, params, routing=routing, on_partial=on_partial)
 
     def forget(self, key: str) -> None:
         """Free the session's place."""
@@ -106,6 +131,7 @@ async def call(
     request_id: str,
     routing: bool,
     timeout_s: float,
+    on_partial: OnPartial | None = None,
 ) -> GenerateResult:
     """Ask the engine; whatever goes wrong there becomes an error that a client understands.
 
@@ -116,7 +142,9 @@ async def call(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await sampler.generate(key, input_ids, params, request_id=request_id, routing=routing)
+            return await sampler.generate(
+                key, input_ids, params, request_id=request_id, routing=routing, on_partial=on_partial
+            )
     except EngineUnavailableError as error:
         raise UpstreamUnavailableError(f"{error}; the session is unchanged, send the request again") from error
     except EngineError as error:
