@@ -168,6 +168,7 @@ class HeldEngine(EngineClient):
     """Pauses the engine as soon as it has shown the first tokens, and passes those on."""
 
     held = False
+    answer: GenerateResult | None = None
 
     async def generate_stream(self, *args: Any, **fields: Any) -> AsyncGenerator[PartialResult | GenerateResult, None]:
         async with aclosing(super().generate_stream(*args, **fields)) as results:
@@ -175,6 +176,8 @@ class HeldEngine(EngineClient):
                 if not self.held:
                     self.held = True
                     await self.pause(PauseMode.IN_PLACE)
+                if isinstance(result, GenerateResult):
+                    self.answer = result
                 yield result
 
 
@@ -209,6 +212,7 @@ async def test_a_stream_begins_before_the_engine_has_finished(trained: tuple[Pat
         (trajectory,) = server.service.trajectories(session.id)
         (node,) = session.tree.nodes
     assert "".join(pieces) == node.reply.content
+    assert trajectory.token_ids[trajectory.loss_mask].tolist() == engine.answer.output_ids.tolist()
     assert chunk.usage.completion_tokens == trajectory.loss_mask.sum() > 200
     assert audit([trajectory]).mismatches == 0
     # The ids are the engine's: it gave them the log-probs that Hugging Face gives them.
