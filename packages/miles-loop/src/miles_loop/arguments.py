@@ -31,6 +31,10 @@ SHORT_NAMES: Mapping[str, str] = {
 """Common options and the dotted options they stand for."""
 
 
+GYM_PREFIX = "reasoning_gym:"
+"""`--task reasoning_gym:NAME` is the family NAME of reasoning-gym."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """An option of the command itself, not of the configuration. `value` names its argument, "" for none."""
@@ -128,12 +132,17 @@ def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
 
 
 def _task_layer(recipe: Recipe, chosen: Any) -> dict[str, Any]:
-    """The preset's values; a word that ends in .jsonl is a file of prompts; no preset when a source is named."""
+    """The preset's values; a word that ends in .jsonl is a file of prompts, `reasoning_gym:NAME` a family with its own
+    verifier as the reward; no preset when a source is named."""
     if not isinstance(chosen, Mapping):
         raise InvalidFieldError("task", chosen, "this is a section; set task.preset, or give --task NAME")
     name = chosen.get("preset")
     if isinstance(name, str) and name.endswith(".jsonl"):
         return {"task": {"source": "jsonl", "path": name, "name": Path(name).stem, "preset": None}}
+    if isinstance(name, str) and name.startswith(GYM_PREFIX):
+        family = name.removeprefix(GYM_PREFIX)
+        gym = {"source": "reasoning_gym", "dataset": family, "name": family, "reward": "verifier", "preset": None}
+        return {"task": gym}
     if name is None and ("path" in chosen or "dataset" in chosen):
         source = chosen.get("source", "jsonl" if "path" in chosen else "reasoning_gym")
         default = chosen.get("dataset") or Path(str(chosen.get("path", "task"))).stem
