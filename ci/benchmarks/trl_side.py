@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("model", "prompts", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("steps", "groups", "group-size", "new-tokens", "seed"):
+    for name in ("steps", "groups", "group-size", "new-tokens", "seed", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     options = parser.parse_args()
@@ -27,7 +27,7 @@ def main() -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(2)  # TRL does everything in one process: both cores are its own
+    torch.set_num_threads(options.threads)
     records = [json.loads(line) for line in options.prompts.read_text().splitlines()]
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": r["prompt"]}], "label": r["label"]} for r in records]
