@@ -34,19 +34,19 @@ class SpeculativeOptions(_Options):
     """Speculative decoding; the draft proposes, the policy verifies, the distribution stays the policy's."""
 
     algorithm: str = Field(description="for example EAGLE, EAGLE3, NEXTN or NGRAM")
-    num_steps: _Positive | None = Field(None, description="draft steps per verification")
-    eagle_topk: _Positive | None = Field(None, description="branches per draft step")
-    num_draft_tokens: _Positive | None = Field(None, description="tokens verified at once")
-    draft_model_path: str | None = Field(None, description="draft model; none for a model's own MTP layers")
+    num_steps: _Positive | None = Field(default=None, description="draft steps per verification")
+    eagle_topk: _Positive | None = Field(default=None, description="branches per draft step")
+    num_draft_tokens: _Positive | None = Field(default=None, description="tokens verified at once")
+    draft_model_path: str | None = Field(default=None, description="draft model; none for a model's own MTP layers")
 
 
 class DisaggregationOptions(_Options):
     """Prefill and decode on different servers."""
 
     mode: DisaggregationMode
-    transfer_backend: str = Field("mooncake", description="how KV travels: mooncake, nixl, mori ...")
-    bootstrap_port: int | None = Field(None, ge=1, le=65535)
-    ib_device: str | None = Field(None, description="InfiniBand devices, comma separated")
+    transfer_backend: str = Field(default="mooncake", description="how KV travels: mooncake, nixl, mori ...")
+    bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
+    ib_device: str | None = Field(default=None, description="InfiniBand devices, comma separated")
 
 
 class SglangOptions(_Options):
@@ -56,12 +56,16 @@ class SglangOptions(_Options):
     data_parallel: _Positive = 1
     pipeline_parallel: _Positive = 1
     expert_parallel: _Positive = 1
-    attention_data_parallel: _Positive = Field(1, description="data-parallel attention inside the tensor ranks")
-    memory_fraction: float | None = Field(None, gt=0, lt=1, description="share of GPU memory for weights and KV")
+    attention_data_parallel: _Positive = Field(default=1, description="data-parallel attention inside the tensor ranks")
+    memory_fraction: float | None = Field(
+        default=None, gt=0, lt=1, description="share of GPU memory for weights and KV"
+    )
     dtype: str | None = None
-    quantization: str | None = Field(None, description="fp8, mxfp8, modelopt_fp4 ...; none for the checkpoint's own")
+    quantization: str | None = Field(
+        default=None, description="fp8, mxfp8, modelopt_fp4 ...; none for the checkpoint's own"
+    )
     kv_cache_dtype: str | None = None
-    attention_backend: str | None = Field(None, description="fa3, flashinfer, triton ...")
+    attention_backend: str | None = Field(default=None, description="fa3, flashinfer, triton ...")
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
     context_length: _Positive | None = None
@@ -69,10 +73,12 @@ class SglangOptions(_Options):
     chunked_prefill_size: _Positive | None = None
     speculative: SpeculativeOptions | None = None
     disaggregation: DisaggregationOptions | None = None
-    routed_experts: bool = Field(False, description="record expert choices for routing replay")
-    deterministic: bool = Field(False, description="batch-invariant kernels: the same ids whatever is in the batch")
-    memory_saver: bool = Field(False, description="let weights and KV leave the GPU while the trainer uses it")
-    extra: tuple[str, ...] = Field((), description="further flags, passed through as they are")
+    routed_experts: bool = Field(default=False, description="record expert choices for routing replay")
+    deterministic: bool = Field(
+        default=False, description="batch-invariant kernels: the same ids whatever is in the batch"
+    )
+    memory_saver: bool = Field(default=False, description="let weights and KV leave the GPU while the trainer uses it")
+    extra: tuple[str, ...] = Field(default=(), description="further flags, passed through as they are")
 
     @model_validator(mode="after")
     def _consistent(self) -> SglangOptions:
@@ -128,6 +134,19 @@ def _valued(options: SglangOptions) -> list[tuple[str, object]]:
     return [(flag, value) for flag, value in pairs if value is not None]
 
 
+def option_arguments(options: SglangOptions) -> list[str]:
+    """The arguments that the options themselves stand for, without model, address and node."""
+    arguments: list[str] = []
+    for flag, value in _valued(options):
+        arguments += [flag, str(value)]
+    switches = (
+        ("--enable-return-routed-experts", options.routed_experts),
+        ("--enable-deterministic-inference", options.deterministic),
+        ("--enable-memory-saver", options.memory_saver),
+    )
+    return arguments + [flag for flag, wanted in switches if wanted]
+
+
 def sglang_arguments(
     options: SglangOptions,
     *,
@@ -156,15 +175,7 @@ def sglang_arguments(
     Raises:
         InvalidFieldError: several nodes without a rendezvous, or a rank outside them.
     """
-    arguments = ["--model-path", model_path, "--host", host, "--port", str(port)]
-    for flag, value in _valued(options):
-        arguments += [flag, str(value)]
-    switches = (
-        ("--enable-return-routed-experts", options.routed_experts),
-        ("--enable-deterministic-inference", options.deterministic),
-        ("--enable-memory-saver", options.memory_saver),
-    )
-    arguments += [flag for flag, wanted in switches if wanted]
+    arguments = ["--model-path", model_path, "--host", host, "--port", str(port), *option_arguments(options)]
     if seed is not None:
         arguments += ["--random-seed", str(seed)]
     if weight_version is not None:

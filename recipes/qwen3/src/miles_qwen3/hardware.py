@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_loop import HardwareTarget
+from miles_rollout.sglang_launch import SglangOptions, option_arguments
 
 CPU = HardwareTarget(name="cpu", summary="any machine, two cores are enough")
 
@@ -20,12 +21,12 @@ _NEEDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gpu:
-    """One model on one kind of machine; `engine_flags` are SGLang's for one engine."""
+    """One model on one kind of machine; `engine` is how one SGLang uses its GPUs."""
 
     name: str
     model: str
     gpus: str
-    engine_flags: tuple[str, ...]
+    engine: SglangOptions
     tokens_per_micro_batch: int
 
 
@@ -34,65 +35,49 @@ _GPU = (
         name="h100-0.6b",
         model="Qwen/Qwen3-0.6B",
         gpus="2 x H100: 1 trains, 1 samples",
-        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        engine=SglangOptions(memory_fraction=0.8, attention_backend="fa3"),
         tokens_per_micro_batch=32768,
     ),
     _Gpu(
         name="h100-4b",
         model="Qwen/Qwen3-4B",
         gpus="8 x H100: 4 train (data parallel), 4 sample",
-        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        engine=SglangOptions(memory_fraction=0.8, attention_backend="fa3"),
         tokens_per_micro_batch=16384,
     ),
     _Gpu(
         name="h100-8b",
         model="Qwen/Qwen3-8B",
         gpus="8 x H100: 4 train (tensor parallel 2), 4 sample",
-        engine_flags=("--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        engine=SglangOptions(memory_fraction=0.8, attention_backend="fa3"),
         tokens_per_micro_batch=16384,
     ),
     _Gpu(
         name="h100-32b",
         model="Qwen/Qwen3-32B",
         gpus="16 x H100: 8 train (tensor parallel 8), 2 engines of 4",
-        engine_flags=("--tp-size", "4", "--mem-fraction-static", "0.8", "--attention-backend", "fa3"),
+        engine=SglangOptions(tensor_parallel=4, memory_fraction=0.8, attention_backend="fa3"),
         tokens_per_micro_batch=16384,
     ),
     _Gpu(
         name="h100-30b-a3b",
         model="Qwen/Qwen3-30B-A3B",
         gpus="16 x H100: 8 train (expert parallel 8), 1 engine of 8",
-        engine_flags=(
-            "--tp-size",
-            "8",
-            "--ep-size",
-            "8",
-            "--mem-fraction-static",
-            "0.8",
-            "--enable-return-routed-experts",
-        ),
+        engine=SglangOptions(tensor_parallel=8, expert_parallel=8, memory_fraction=0.8, routed_experts=True),
         tokens_per_micro_batch=16384,
     ),
     _Gpu(
         name="a100-8b",
         model="Qwen/Qwen3-8B",
         gpus="8 x A100, BF16 only: 4 train (tensor parallel 2), 4 sample",
-        engine_flags=("--mem-fraction-static", "0.75", "--attention-backend", "flashinfer"),
+        engine=SglangOptions(memory_fraction=0.75, attention_backend="flashinfer"),
         tokens_per_micro_batch=8192,
     ),
     _Gpu(
         name="b200-30b-a3b",
         model="Qwen/Qwen3-30B-A3B",
         gpus="8 x B200: 4 train (expert parallel 4), 1 engine of 4",
-        engine_flags=(
-            "--tp-size",
-            "4",
-            "--ep-size",
-            "4",
-            "--mem-fraction-static",
-            "0.85",
-            "--enable-return-routed-experts",
-        ),
+        engine=SglangOptions(tensor_parallel=4, expert_parallel=4, memory_fraction=0.85, routed_experts=True),
         tokens_per_micro_batch=32768,
     ),
 )
@@ -101,7 +86,7 @@ _GPU = (
 def _target(gpu: _Gpu) -> HardwareTarget:
     overrides: dict[str, Any] = {
         "model": gpu.model,
-        "engine": {"dtype": "bfloat16", "extra_args": gpu.engine_flags},
+        "engine": {"dtype": "bfloat16", "extra_args": tuple(option_arguments(gpu.engine))},
         "rollout": {"groups_per_step": 32, "group_size": 8, "sampling": {"max_new_tokens": 8192}},
         "trainer": {
             "optimizer": {"lr": 1e-6, "betas": (0.9, 0.98), "schedule": {"kind": "constant", "total_steps": None}},
