@@ -65,6 +65,8 @@ def wheels(session: nox.Session, package: str) -> None:
     install = ["uv", "pip", "install", "-q", "--python", python, "--no-sources", "-c", str(pins)]
     for link in links:
         install += ["--find-links", link]
+    for name in WHEELS:  # uv's cache knows a wheel by name and version, which a rebuilt one has kept
+        install += ["--refresh-package", name]
     session.run(*install, package, external=True)
     folder = next(p.parent for p in ROOT.glob("*/*/pyproject.toml") if f'name = "{package}"' in p.read_text())
     session.run(python, str(ROOT / "ci" / "import_all.py"), package.replace("-", "_"), external=True)
