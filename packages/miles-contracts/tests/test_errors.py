@@ -9,6 +9,9 @@ def test_messages_name_field_value_and_remedy() -> None:
     assert str(error).startswith("trainer.lr: got 'xxx")
     assert str(error).endswith("; use a number")
     assert len(str(error)) < 200
+    path = str(InvalidFieldError("task.path", "/home/" + "deep/" * 60 + "prompts.jsonl", "no such file"))
+    assert path.startswith("task.path: got '/home/deep")
+    assert path.endswith("deep/prompts.jsonl'; no such file")
     assert str(EngineError("http://e", "refused", 503)) == "engine http://e: refused (HTTP 503)"
     assert "waited 3 s for the trainer" in str(DeadlineExceededError("the trainer", 3.0, "raise --x"))
     text = str(WeightUpdateError("digest differs", engine="http://e", tensor="lm_head.weight"))

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 
+_SHOWN = 160
+"""Longest value a message repeats, in characters."""
+
+
+def _shortened(text: str) -> str:
+    """The text with its middle left out when it is long: a path tells most at its end, a list at its start."""
+    if len(text) <= _SHOWN:
+        return text
+    half = (_SHOWN - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
 class MilesError(Exception):
     """Base of all errors that Miles raises on purpose."""
 
@@ -17,10 +29,7 @@ class InvalidFieldError(MilesError, ValueError):
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field}: got {shown}; {remedy}")
+        super().__init__(f"{field}: got {_shortened(repr(value))}; {remedy}")
         self.field = field
         self.value = value
         self.remedy = remedy
