@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 _SHOWN = 160
 """Longest value a message repeats, in characters."""
 
