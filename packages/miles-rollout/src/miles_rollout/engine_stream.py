@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,3 +85,25 @@ class EventBuffer:
             if event.startswith(b"data:") and (data := event[5:].strip()) != b"[DONE]":
                 yield data
         self._scanned = max(len(self._bytes) - 1, 0)
+
+
+class GrowingAnswer:
+    """What the events of one streamed answer say together.
+
+    Args:
+        increments: an event has the new tokens only; otherwise each has all of them so far.
+    """
+
+    def __init__(self, *, increments: bool) -> None:
+        self._increments = increments
+        self._ids: list[int] = []
+        self._logprobs: list[Any] = []
+
+    def add(self, event: dict[str, Any]) -> dict[str, Any]:
+        """The answer so far in the form of an event that has everything; call it with every event, in order."""
+        if not self._increments:
+            return event
+        meta = event["meta_info"]
+        self._ids += event.get("output_ids") or []
+        self._logprobs += meta.get("output_token_logprobs") or []
+        return {**event, "output_ids": self._ids, "meta_info": {**meta, "output_token_logprobs": self._logprobs}}

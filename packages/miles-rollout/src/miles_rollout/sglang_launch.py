@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import InvalidFieldError
 
-SGLANG_VERSIONS = ">=0.5.15,<0.6"
-"""The range of SGLang whose calls and flags this package knows; 0.5.23 is the one it is tested with."""
-
 _Positive = Annotated[int, Field(ge=1)]
 
 

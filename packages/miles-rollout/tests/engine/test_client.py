@@ -121,7 +121,7 @@ async def test_not_json(fake: Fake) -> None:
         (422, {"detail": "field"}, EngineError, "field"),
         (500, "plain words", EngineError, "plain words"),
         (503, {"message": "going down"}, EngineUnavailableError, "going down"),
-        (404, {"detail": "Not Found"}, EngineError, "it has no /generate.*SGLang >= 0.5.20"),
+        (404, {"detail": "Not Found"}, EngineError, "it has no /generate.*SGLang >=0.5.23,<0.6"),
     ],
 )
 async def test_refusals_are_passed_on(fake: Fake, status: int, body: Any, kind: type[EngineError], reason: str) -> None:
