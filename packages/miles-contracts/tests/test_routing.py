@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -61,3 +64,98 @@ def test_slice_outside() -> None:
     trace = RoutingTrace.of(np.zeros((3, 1, 1), np.int64), 4)
     with pytest.raises(InvalidFieldError, match="stay inside"):
         trace.slice(1, 4)
+
+
+def by_hand(ids: list[int], bits: int, word: int) -> int:
+    """The packed form as one long number, bit by bit from the definition of its layout."""
+    lanes = next(p for p in range(1, word + 1) if p * bits % word == 0)
+    size = -(-len(ids) // lanes)
+    number = 0
+    for index, value in enumerate(ids):
+        lane, j = divmod(index, size)
+        for bit in range(bits):
+            run, place = divmod(lane * bits + bit, word)
+            number |= (value >> bit & 1) << ((run * size + j) * word + place)
+    return number
+
+
+@given(routing_traces())
+def test_packed_form_is_exact_and_as_defined(trace: RoutingTrace) -> None:
+    words = trace.pack()
+    assert words.dtype == trace.expert_ids.dtype
+    flat, word = trace.expert_ids.reshape(-1).tolist(), 8 * words.itemsize
+    assert int.from_bytes(words.tobytes(), "little") == by_hand(flat, trace.bits, word)
+    back = RoutingTrace.unpack(words, trace.expert_ids.shape, trace.num_experts)
+    assert back.num_experts == trace.num_experts
+    assert back.expert_ids.tobytes() == trace.expert_ids.tobytes()
+    assert not back.expert_ids.flags.writeable
+
+
+@given(st.integers(1, 70_000), st.integers(0, 400), st.integers(0, 2**32 - 1))
+def test_every_number_of_experts_packs_exactly(experts: int, rows: int, seed: int) -> None:
+    """Numbers of experts that leave every filling, and the largest id among them."""
+    ids = np.random.default_rng(seed).integers(0, experts, size=(rows, 1, 1))
+    if rows:
+        ids[-1] = experts - 1
+    trace = RoutingTrace.of(ids, experts)
+    assert np.array_equal(RoutingTrace.unpack(trace.pack(), ids.shape, experts).expert_ids, ids)
+
+
+@pytest.mark.parametrize("experts", [2, 8, 128, 512, 60_000])
+def test_arrays_larger_than_a_block_pack_exactly(experts: int) -> None:
+    ids = np.random.default_rng(0).integers(0, experts, size=(300_001, 3, 2))
+    trace = RoutingTrace.of(ids, experts)
+    words = trace.pack()
+    assert words.nbytes <= trace.bits * ids.size / 8 + 64
+    assert np.array_equal(RoutingTrace.unpack(words, ids.shape, experts).expert_ids, ids)
+
+
+@given(st.sampled_from([3, 8, 128, 300, 70_000]), st.integers(1, 40), st.data())
+def test_truncated_overlong_and_damaged_words_are_refused(experts: int, rows: int, data: st.DataObject) -> None:
+    trace = RoutingTrace.of(np.zeros((rows, 1, 3), np.int64), experts)
+    words, shape = trace.pack(), trace.expert_ids.shape
+    for wrong in (words[: data.draw(st.integers(0, len(words) - 1))], np.append(words, words[:1])):
+        with pytest.raises(InvalidFieldError, match="take .* words"):
+            RoutingTrace.unpack(wrong, shape, experts)
+    # every bit set: an id out of range, or a filling that is not zero, unless neither exists
+    full = np.full_like(words, np.iinfo(words.dtype).max)
+    if experts == 1 << trace.bits and trace.bits * trace.expert_ids.size == 8 * words.nbytes:
+        assert (RoutingTrace.unpack(full, shape, experts).expert_ids == experts - 1).all()
+        return
+    with pytest.raises(InvalidFieldError, match=r"ids are <|filling"):
+        RoutingTrace.unpack(full, shape, experts)
+
+
+def test_unpack_refuses_what_the_trace_could_not_hold() -> None:
+    words = RoutingTrace.of(np.zeros((2, 1, 1), np.int64), 8).pack()
+    with pytest.raises(InvalidFieldError, match="uint8 words"):
+        RoutingTrace.unpack(words.astype(np.uint16), (2, 1, 1), 8)
+    with pytest.raises(InvalidFieldError, match="uint8 words"):
+        RoutingTrace.unpack([0], (2, 1, 1), 8)  # type: ignore[arg-type]
+    with pytest.raises(InvalidFieldError, match="rows, layers, top_k"):
+        RoutingTrace.unpack(words, (-2, 1, 1), 8)
+    with pytest.raises(InvalidFieldError, match="at most"):
+        narrowest_dtype(2**32 + 1)
+
+
+@pytest.mark.parametrize("experts", [128, 256, 512])
+def test_golden_packed_routes(experts: int) -> None:
+    """Files written once; the layout may never change, because checkpoints hold it."""
+    want = (np.arange(11 * 2 * 3) * 37 % experts).reshape(11, 2, 3)
+    path = Path(__file__).parent / "golden" / f"routes_{experts}.bin"
+    words = np.frombuffer(path.read_bytes(), narrowest_dtype(experts).newbyteorder("<"))
+    assert np.array_equal(RoutingTrace.unpack(words, want.shape, experts).expert_ids, want)
+    assert RoutingTrace.of(want, experts).pack().tobytes() == path.read_bytes()
+
+
+def test_a_trace_is_immutable_and_travels_between_processes() -> None:
+    ids = np.arange(6).reshape(3, 1, 2)
+    trace = RoutingTrace.of(ids, 300)
+    with pytest.raises(AttributeError, match="immutable"):
+        trace.num_experts = 7
+    with pytest.raises(ValueError, match="read-only"):
+        trace.expert_ids[0] = 1
+    back = pickle.loads(pickle.dumps(trace))
+    assert back.num_experts == 300
+    assert np.array_equal(back.expert_ids, ids)
+    assert repr(trace) == "RoutingTrace(3 rows, 1 layers, top-2 of 300)"

@@ -25,7 +25,8 @@ from miles_contracts import (
     wire,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "group_v1.bin"
+GOLDEN = Path(__file__).parent / "golden" / "group_v2.bin"
+GOLDEN_V1 = Path(__file__).parent / "golden" / "group_v1.bin"
 
 
 def golden_group() -> Group:
@@ -50,6 +51,8 @@ def same(a: Any, b: Any) -> bool:
     """Equality that looks into arrays (bitwise, so NaN equals NaN) and structures."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, RoutingTrace):
+        return isinstance(b, RoutingTrace) and a.num_experts == b.num_experts and same(a.expert_ids, b.expert_ids)
     if isinstance(a, msgspec.Struct):
         return type(a) is type(b) and all(same(getattr(a, f), getattr(b, f)) for f in a.__struct_fields__)
     if isinstance(a, tuple):
@@ -62,28 +65,42 @@ def test_golden_bytes_have_not_changed() -> None:
     assert same(wire.decode(GOLDEN.read_bytes(), Group), golden_group())
 
 
+def test_frames_of_version_1_are_read() -> None:
+    """Traces were plain arrays; a frame without a trace is still written as version 1."""
+    assert same(wire.decode(GOLDEN_V1.read_bytes(), Group), golden_group())
+    assert struct.unpack_from("<H", wire.encode({"a": np.arange(3)}), 4) == (1,)
+
+
 def test_golden_file_reads_with_an_independent_msgpack() -> None:
     """The layout of the module's docstring, followed with struct and another msgpack library only."""
     data = GOLDEN.read_bytes()
     magic, version, _, body_len, array_len, crc = struct.unpack_from("<4sHHQQI", data)
-    assert (magic, version) == (b"MLS1", 1)
+    assert (magic, version) == (b"MLS1", 2)
     assert zlib.crc32(data[32:]) == crc
     start = len(data) - array_len
     assert start % 64 == 0
-    arrays: list[tuple[int, int, tuple[int, ...]]] = []
+    found: list[tuple[int, ...]] = []
 
     def ext(code: int, payload: bytes) -> str:
-        offset, dtype, ndim = struct.unpack_from("<QBB", payload)
-        arrays.append((offset, dtype, struct.unpack_from(f"<{ndim}Q", payload, 10)))
-        return f"array{len(arrays) - 1}"
+        if code == 2:
+            found.append(struct.unpack("<5Q", payload))
+        else:
+            offset, dtype, ndim = struct.unpack_from("<QBB", payload)
+            found.append((offset, dtype, *struct.unpack_from(f"<{ndim}Q", payload, 10)))
+        return f"array{len(found) - 1}"
 
     body = msgpack.unpackb(data[32 : 32 + body_len], ext_hook=ext)
     assert body["type"] == "group"
     (t,) = body["trajectories"]
     assert (t["status"], t["reward"], t["metadata"]["task"]) == ("truncated", 0.5, "é")
-    offset, dtype, shape = arrays[int(t["token_ids"].removeprefix("array"))]
-    assert (dtype, shape) == (6, (5,))
+    offset, *rest = found[int(t["token_ids"].removeprefix("array"))]
+    assert rest == [6, 5]
     assert struct.unpack_from("<5i", data, start + offset) == (101, 102, 7, 8, 9)
+    # ids 0 .. 7 of 300 experts: 9 bits each, one id a lane of 16, nine words of 16 bits
+    offset, *rest = found[int(t["routing"].removeprefix("array"))]
+    assert rest == [300, 4, 1, 2]
+    number = sum(value << (9 * lane) for lane, value in enumerate(range(8)))
+    assert data[start + offset : start + offset + 18] == number.to_bytes(18, "little")
 
 
 @given(groups())
@@ -132,8 +149,8 @@ def test_foreign_bytes_give_a_wire_error(data: bytes) -> None:
 
 
 def test_newer_format_version_is_refused() -> None:
-    head = struct.pack("<4sHHQQI", b"MLS1", 2, 0, 0, 0, 0)
-    with pytest.raises(WireError, match="version 2.*upgrade"):
+    head = struct.pack("<4sHHQQI", b"MLS1", 3, 0, 0, 0, 0)
+    with pytest.raises(WireError, match="version 3.*upgrade"):
         wire.decode(head + struct.pack("<I", zlib.crc32(head)), Group)
 
 
@@ -157,7 +174,7 @@ def test_another_type_is_refused_by_name() -> None:
 
 
 def test_a_decoded_value_is_checked_like_a_constructed_one() -> None:
-    raw = msgspec.to_builtins(golden_group(), builtin_types=(np.ndarray,), enc_hook=lambda x: x)
+    raw = msgspec.to_builtins(golden_group(), builtin_types=(np.ndarray, RoutingTrace))
     raw["size"] = 0
     with pytest.raises(WireError, match=r"Group\.size"):
         wire.decode(wire.encode(raw), Group)
@@ -170,7 +187,7 @@ def test_what_cannot_be_encoded_is_named(bad: object) -> None:
 
 
 def test_a_number_where_an_array_belongs() -> None:
-    raw = msgspec.to_builtins(golden_group(), builtin_types=(np.ndarray,), enc_hook=lambda x: x)
+    raw = msgspec.to_builtins(golden_group(), builtin_types=(np.ndarray, RoutingTrace))
     raw["trajectories"][0]["token_ids"] = 3
     with pytest.raises(WireError, match="expected an array"):
         wire.decode(wire.encode(raw), Group)
@@ -201,3 +218,49 @@ def test_every_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
     assert same(back, array)
     (big,) = wire.decode(wire.encode((array.T.astype(array.dtype.newbyteorder(">"), order="C").T,)), tuple[np.ndarray])
     assert same(big, array)
+
+
+def framed(trace: RoutingTrace, **changes: int) -> bytes:
+    """A frame whose trace entry says something else than its words do, with right checksums."""
+    frame = bytearray(wire.encode([trace]))
+    body = struct.unpack_from("<Q", frame, 8)[0]
+    at = frame.index(struct.pack("<Q", trace.num_experts), 32, 32 + body) - 8
+    names = ("offset", "experts", "rows", "layers", "top_k")
+    values = dict(zip(names, struct.unpack_from("<5Q", frame, at), strict=True)) | changes
+    struct.pack_into("<5Q", frame, at, *(values[n] for n in names))
+    struct.pack_into("<I", frame, 24, zlib.crc32(frame[32:]))
+    struct.pack_into("<I", frame, 28, zlib.crc32(frame[:28]))
+    return bytes(frame)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rows": 4000}, "outside the frame"),
+        ({"offset": 32}, "outside the frame"),
+        ({"experts": 0}, "at least one expert"),
+        ({"experts": 2**40}, "at most"),
+        ({"experts": 100}, "ids are < 100"),
+        ({"rows": 2**63, "layers": 2**63}, "outside the frame"),
+    ],
+)
+def test_a_trace_entry_that_contradicts_its_words_is_refused(changes: dict[str, int], reason: str) -> None:
+    trace = RoutingTrace.of(np.full((5, 2, 3), 120), 128)
+    assert same(wire.decode(framed(trace), list[RoutingTrace])[0], trace)
+    with pytest.raises(WireError, match=reason):
+        wire.decode(framed(trace, **changes), list[RoutingTrace])
+
+
+def test_something_else_where_a_trace_belongs() -> None:
+    with pytest.raises(WireError, match="expected a routing trace, got int"):
+        wire.decode(wire.encode([3]), list[RoutingTrace])
+
+
+def test_a_trace_takes_fewer_bytes_on_the_wire_than_in_memory() -> None:
+    """128 experts need seven bits, 512 nine; 256 experts fill their bytes and travel as they are, uncopied."""
+    for experts, share in ((128, 7 / 8), (512, 9 / 16), (8, 3 / 8)):
+        trace = RoutingTrace.of(np.zeros((1000, 6, 8), np.int64), experts)
+        assert len(wire.encode(trace)) <= share * trace.num_bytes + 256
+    full = RoutingTrace.of(np.zeros((1000, 6, 8), np.int64), 256)
+    parts = wire.encode_parts(full)
+    assert any(np.shares_memory(np.frombuffer(p, np.uint8), full.expert_ids) for p in parts if len(p))

@@ -30,6 +30,8 @@ from miles_contracts.protocols import (
     SamplingParams,
     Task,
     TrainerBackend,
+    WeightGroup,
+    WeightGroupFactory,
 )
 from miles_contracts.routing import RoutingTrace, narrowest_dtype
 from miles_contracts.trajectory import (
@@ -41,12 +43,23 @@ from miles_contracts.trajectory import (
     Turn,
     VersionSpan,
 )
-from miles_contracts.weights import DTYPE_BYTES, ShmBucket, ShmTensor, TensorSpec, WeightManifest, digest
+from miles_contracts.weights import (
+    DTYPE_BYTES,
+    Arrival,
+    GroupRequest,
+    ShmBucket,
+    ShmTensor,
+    TensorSpec,
+    WeightManifest,
+    digest,
+    update_group_prefix,
+)
 
 __all__ = [
     "DTYPE_BYTES",
     "Agent",
     "AgentResult",
+    "Arrival",
     "ContractMismatchError",
     "DeadlineExceededError",
     "Engine",
@@ -59,6 +72,7 @@ __all__ = [
     "GenerateResult",
     "Group",
     "GroupFilter",
+    "GroupRequest",
     "InvalidFieldError",
     "Message",
     "MessageMatcher",
@@ -84,9 +98,12 @@ __all__ = [
     "TrajectoryIdentity",
     "Turn",
     "VersionSpan",
+    "WeightGroup",
+    "WeightGroupFactory",
     "WeightManifest",
     "WeightUpdateError",
     "WireError",
     "digest",
     "narrowest_dtype",
+    "update_group_prefix",
 ]

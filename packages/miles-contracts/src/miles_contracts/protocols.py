@@ -14,7 +14,7 @@ import msgspec
 
 from miles_contracts.messages import Message
 from miles_contracts.trajectory import Group, SamplingTransform, Trajectory, VersionSpan
-from miles_contracts.weights import ShmBucket, WeightManifest
+from miles_contracts.weights import Arrival, GroupRequest, ShmBucket, TensorSpec, WeightManifest
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +93,31 @@ class Engine(Protocol):
     async def commit_weight_update(self, update_id: str) -> None: ...
     async def rollback_weight_update(self, update_id: str) -> None: ...
     async def load_from_disk(self, path: Path, version: int) -> None: ...
+
+
+class WeightGroup(Protocol):
+    """An engine's membership in a group that weights come through. Used from one thread at a time, but for `close`."""
+
+    @property
+    def address(self) -> str:
+        """What senders need to reach this member, "" when the meeting point is all they need."""
+
+    def receive(self, bucket: Mapping[str, Any]) -> Sequence[Arrival]:
+        """Take part in one transfer.
+
+        Args:
+            bucket: the body of `/update_weights_from_distributed`.
+
+        Raises:
+            WeightUpdateError: it failed, or what came is not what was announced.
+        """
+
+    def close(self) -> None:
+        """Leave; a transfer that waits for others fails, here and there."""
+
+
+WeightGroupFactory = Callable[[GroupRequest, Sequence[TensorSpec]], WeightGroup]
+"""Joins a group, given what the engine holds. May block until all ranks have come."""
 
 
 class TrainerBackend(Protocol):

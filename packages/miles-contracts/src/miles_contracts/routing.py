@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_contracts.bitpack import pack_bits, unpack_bits
 from miles_contracts.errors import InvalidFieldError
 
 
 def narrowest_dtype(num_experts: int) -> np.dtype[Any]:
     """Smallest unsigned dtype that holds expert ids 0 .. num_experts - 1."""
-    if num_experts < 1:
-        raise InvalidFieldError("num_experts", num_experts, "a mixture has at least one expert")
+    if not 1 <= num_experts <= 1 << 32:
+        raise InvalidFieldError("num_experts", num_experts, "a mixture has at least one expert, and at most 2**32")
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.uint32)
 
 
-class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, tag="routing", eq=False):
-    """Expert ids chosen by each MoE layer.
+def id_bits(num_experts: int) -> int:
+    """Bits that tell `num_experts` ids apart: ceil(log2(num_experts)), at least 1."""
+    return max((num_experts - 1).bit_length(), 1)
+
+
+class RoutingTrace:
+    """Expert ids chosen by each MoE layer; immutable.
+
+    The order of a token's experts is kept: it is the engine's own (by falling score), so that a trace can be
+    compared with the engine's answer byte by byte.
 
     Attributes:
-        expert_ids: [rows, layers, top_k] in `narrowest_dtype(num_experts)`; row t belongs to token t of the
-            trajectory. The last token was never fed to the model, so a complete trace has T - 1 rows.
+        expert_ids: [rows, layers, top_k] in `narrowest_dtype(num_experts)`, read-only; row t belongs to token t of
+            the trajectory. The last token was never fed to the model, so a complete trace has T - 1 rows.
         num_experts: experts per layer.
+
+    Raises:
+        InvalidFieldError: another shape or dtype, or an id that is not below `num_experts`.
     """
 
+    __slots__ = ("expert_ids", "num_experts")
     expert_ids: NDArray[Any]
     num_experts: int
 
-    def __post_init__(self) -> None:
-        ids = self.expert_ids
-        want = narrowest_dtype(self.num_experts)
+    def __init__(self, *, expert_ids: NDArray[Any], num_experts: int) -> None:
+        ids, want = expert_ids, narrowest_dtype(num_experts)
         if not isinstance(ids, np.ndarray) or ids.ndim != 3:
             shape = getattr(ids, "shape", type(ids).__name__)
             raise InvalidFieldError("RoutingTrace.expert_ids", shape, "give an array [rows, layers, top_k]")
         if ids.dtype != want:
             raise InvalidFieldError("RoutingTrace.expert_ids", ids.dtype.name, f"use {want.name} (RoutingTrace.of)")
-        if ids.size and int(ids.max()) >= self.num_experts:
-            raise InvalidFieldError("RoutingTrace.expert_ids", int(ids.max()), f"ids are < {self.num_experts}")
+        # a byte cannot hold an id above 255: nothing to look at
+        if num_experts <= np.iinfo(want).max and ids.size and int(ids.max()) >= num_experts:
+            raise InvalidFieldError("RoutingTrace.expert_ids", int(ids.max()), f"ids are < {num_experts}")
         if ids.flags.writeable:
-            view = ids.view()
-            view.flags.writeable = False
-            msgspec.structs.force_setattr(self, "expert_ids", view)
+            ids = ids.view()
+            ids.flags.writeable = False
+        object.__setattr__(self, "expert_ids", ids)
+        object.__setattr__(self, "num_experts", num_experts)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"RoutingTrace.{name} cannot be set: a trace is immutable")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.expert_ids, self.num_experts)
+
+    def __repr__(self) -> str:
+        return f"RoutingTrace({self.num_tokens} rows, {self.num_layers} layers, top-{self.top_k} of {self.num_experts})"
 
     @classmethod
     def of(cls, expert_ids: NDArray[Any], num_experts: int) -> RoutingTrace:
@@ -75,6 +99,40 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, tag="routing", eq=
         """Bytes of the ids in memory."""
         return int(self.expert_ids.nbytes)
 
+    @property
+    def bits(self) -> int:
+        """Bits of an expert id in the packed form."""
+        return id_bits(self.num_experts)
+
+    def pack(self) -> NDArray[Any]:
+        """The ids at `bits` bits each, as words [..] of the narrowest dtype (`bitpack`); for transport and disk.
+
+        A mixture of 256 experts fills its bytes: its words are the ids themselves, without a copy.
+        """
+        return pack_bits(self.expert_ids, self.bits)
+
+    @classmethod
+    def unpack(cls, words: NDArray[Any], shape: tuple[int, int, int], num_experts: int) -> RoutingTrace:
+        """The trace that `pack` packed.
+
+        Args:
+            words: what `pack` gave.
+            shape: (rows, layers, top_k).
+            num_experts: experts per layer.
+
+        Raises:
+            InvalidFieldError: words of another dtype or number (truncated), a damaged filling, ids out of range.
+        """
+        want = narrowest_dtype(num_experts)
+        if len(shape) != 3 or any(not isinstance(n, int) or n < 0 for n in shape):
+            raise InvalidFieldError("RoutingTrace.shape", shape, "give (rows, layers, top_k)")
+        if not isinstance(words, np.ndarray) or words.dtype != want:
+            found = words.dtype.name if isinstance(words, np.ndarray) else type(words).__name__
+            raise InvalidFieldError("packed routes", found, f"{num_experts} experts are packed in {want.name} words")
+        width = id_bits(num_experts)
+        ids = unpack_bits(words, width, math.prod(shape)).reshape(shape)
+        return cls(expert_ids=ids, num_experts=num_experts)
+
     def slice(self, start: int, end: int) -> RoutingTrace:
         """Rows start .. end - 1, as a view."""
         if not 0 <= start <= end <= self.num_tokens:
@@ -82,7 +140,7 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, tag="routing", eq=
         return RoutingTrace(expert_ids=self.expert_ids[start:end], num_experts=self.num_experts)
 
     @staticmethod
-    def concat(traces: list[RoutingTrace]) -> RoutingTrace:
+    def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """Rows of all traces in order; layers, top_k and num_experts must agree."""
         if not traces:
             raise InvalidFieldError("traces", traces, "give at least one trace")
@@ -91,3 +149,7 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, tag="routing", eq=
             raise InvalidFieldError("traces", sorted(kinds), "layers, top_k and experts must agree")
         ids = np.concatenate([t.expert_ids for t in traces]) if len(traces) > 1 else traces[0].expert_ids
         return RoutingTrace(expert_ids=ids, num_experts=traces[0].num_experts)
+
+
+def _rebuild(expert_ids: NDArray[Any], num_experts: int) -> RoutingTrace:
+    return RoutingTrace(expert_ids=expert_ids, num_experts=num_experts)

@@ -146,6 +146,62 @@ class ShmBucket(msgspec.Struct, frozen=True, kw_only=True, tag="shm_bucket"):
     part_start: int = 0
 
 
+class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks an engine to join a group that weights come through (SGLang's `/init_weights_update_group`).
+
+    Attributes:
+        master_address, master_port: where the group meets, served by the sender, which has rank 0.
+        rank_offset: rank of the engine's first rank.
+        world_size: ranks of the group, the sender's included.
+        group_name: unique for ever: a restarted engine must not meet the keys of the group it was in before.
+        backend: `gloo`, `nccl`, or one that the engine's process was composed with.
+        timeout_s: for the meeting and for each transfer. Not among SGLang's fields, which waits for half an hour.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.group_name:
+            raise InvalidFieldError("group_name", self.group_name, "name the group")
+        if not 1 <= self.rank_offset < self.world_size:
+            raise InvalidFieldError("rank_offset", self.rank_offset, f"use 1 to {self.world_size - 1}")
+        if not 0 <= self.master_port < 65536:
+            raise InvalidFieldError("master_port", self.master_port, "use 0 to 65535")
+        if not self.timeout_s > 0:
+            raise InvalidFieldError("timeout_s", self.timeout_s, "give a positive number of seconds")
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor, or a piece of one, as it came to an engine.
+
+    Attributes:
+        spec: of what came, with the sender's digest.
+        data: uint8 [spec.num_bytes], the receiver's own memory until the next transfer but one.
+        part_of: spec of the whole when this is a flat piece of a larger tensor.
+        part_start: the piece's first byte.
+    """
+
+    spec: TensorSpec
+    data: Any
+    part_of: TensorSpec | None = None
+    part_start: int = 0
+
+
+def update_group_prefix(name: str, device: str = "cpu") -> str:
+    """Prefix of a weight group's keys at its meeting point.
+
+    It is the one that ranks use which join with `torch.distributed`'s own helper, as SGLang does, so that our ranks
+    and theirs find each other.
+    """
+    return f"{name}/{name}//{device}/"
+
+
 def digest(data: Any) -> str:
     """`xxh3_128:<hex>` of a contiguous buffer (anything with the buffer protocol). Needs the `digest` extra."""
     try:
