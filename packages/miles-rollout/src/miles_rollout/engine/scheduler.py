@@ -221,8 +221,11 @@ class Scheduler:
         known = sequence.known[:limit]
         have = self.tree.match(known)[1]
         for leader in filling:
-            shared = common_prefix(leader.known, known) if leader.clean else 0
-            if shared - max(have, leader.computed) >= self.limits.min_shared:
+            need = max(have, leader.computed) + self.limits.min_shared
+            if not leader.clean or need > min(leader.length, limit) or leader.tokens[need - 1] != known[need - 1]:
+                continue  # one token tells most strangers apart; comparing them whole is quadratic in arrivals
+            shared = common_prefix(leader.known, known)
+            if shared >= need:
                 sequence.waits_for = (leader, shared)
                 return True
         return False
