@@ -1,0 +1,224 @@
+"""An engine with continuous batching, in simulated time.
+
+All running sequences gain tokens at the same rate, which depends on how many there are and on their contexts. So one
+number, the tokens that a sequence running since the start would have gained, says how far everybody is: a sequence
+that enters at v and wants n tokens leaves when that number is v + n, whoever comes and goes meanwhile. Prompts are
+computed before anything else, as engines do: while one is, no sequence gains a token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from miles_contracts import InvalidFieldError
+
+_REFRESH_TOKENS = 256.0
+"""Tokens after which the rate is taken anew while contexts grow and nobody comes or goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """How fast one engine is.
+
+    A decoding step takes max(base_s + per_context_token_s * tokens held, per_sequence_s * sequences) + overhead_s
+    when `roofline`, and the sum of the four otherwise (which is what measured engines on one core do); a
+    mixture of experts reads more weights the more sequences there are: `expert_s` is what all experts cost and
+    `expert_share` the part of them that one token needs.
+
+    Attributes:
+        base_s: seconds of a step that do not depend on the load (reading the weights every token needs).
+        per_sequence_s: seconds that one more sequence costs (arithmetic).
+        per_context_token_s: seconds that one more token of context costs (reading keys and values).
+        overhead_s: seconds of launching and communication.
+        expert_s: seconds for reading all routed experts.
+        expert_share: experts per token over experts.
+        roofline: reading and arithmetic overlap.
+        tokens_per_step: tokens that a sequence gains in a step; above 1 with speculative decoding.
+        prefill_s_per_token: seconds for one token of prompt.
+        max_running: sequences that run at the same time; more wait in the engine.
+        kv_tokens: tokens of context that fit, None for no bound. A sequence larger than it runs alone.
+    """
+
+    base_s: float
+    per_sequence_s: float = 0.0
+    per_context_token_s: float = 0.0
+    overhead_s: float = 0.0
+    expert_s: float = 0.0
+    expert_share: float = 1.0
+    roofline: bool = False
+    tokens_per_step: float = 1.0
+    prefill_s_per_token: float = 0.0
+    max_running: int = 256
+    kv_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        times = ("base_s", "per_sequence_s", "per_context_token_s", "overhead_s", "expert_s", "prefill_s_per_token")
+        for name in times:
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise InvalidFieldError(name, value, "use a finite value >= 0")
+        if self.step_s(1, 1.0) <= 0.0:
+            raise InvalidFieldError("base_s", self.base_s, "a step takes some time; set base_s or per_sequence_s")
+        if not self.tokens_per_step > 0.0:
+            raise InvalidFieldError("tokens_per_step", self.tokens_per_step, "use a value > 0")
+        if self.max_running < 1:
+            raise InvalidFieldError("max_running", self.max_running, "use a value >= 1")
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise InvalidFieldError("kv_tokens", self.kv_tokens, "use a value >= 1, or leave it out")
+
+    def step_s(self, sequences: int, context_tokens: float) -> float:
+        """Seconds of one decoding step."""
+        experts = self.expert_s
+        if experts:
+            experts *= 1.0 - (1.0 - self.expert_share) ** sequences
+        reading = self.base_s + experts + self.per_context_token_s * context_tokens
+        arithmetic = self.per_sequence_s * sequences
+        return (max(reading, arithmetic) if self.roofline else reading + arithmetic) + self.overhead_s
+
+    def tokens_per_s(self, sequences: int, context_tokens: float = 0.0) -> float:
+        """Tokens that all sequences together gain in a second."""
+        return sequences * self.tokens_per_step / self.step_s(sequences, context_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn on an engine.
+
+    Attributes:
+        owner: whoever wants to be told.
+        prefill: tokens to compute before the first is sampled.
+        context: tokens of context when sampling starts.
+        sampled: tokens to sample.
+        first_version, last_version: weight versions of its first and its latest token.
+    """
+
+    owner: object
+    prefill: int
+    context: int
+    sampled: int
+    first_version: int = 0
+    last_version: int = 0
+
+
+class SimEngine:
+    """One engine. Whoever owns it calls `advance` before anything else at a given time, and asks `next_event`.
+
+    Args:
+        rates: how fast it is.
+    """
+
+    def __init__(self, rates: EngineRates) -> None:
+        self._rates = rates
+        self._gained = 0.0
+        self._now = 0.0
+        self._prefill_s = 0.0
+        self._running: list[tuple[float, int, Request]] = []
+        self._waiting: deque[Request] = deque()
+        self._context = 0.0
+        self._reserved = 0
+        self._order = 0
+        self._per_s = 0.0
+        self._refresh_at = math.inf
+        self.version = 0
+        self.paused = False
+        self.busy_s = 0.0
+        """Seconds with a request on it."""
+        self.tokens = 0
+        """Tokens sampled for finished requests."""
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def context_tokens(self) -> float:
+        """Tokens of context of what runs."""
+        return self._context + self._gained * len(self._running)
+
+    def advance(self, now: float) -> None:
+        """Let time pass until `now`, which is no later than `next_event`."""
+        passed = now - self._now
+        self._now = now
+        if self.outstanding:
+            self.busy_s += passed
+        if self.paused or passed <= 0.0:
+            return
+        computing = min(passed, self._prefill_s)
+        self._prefill_s -= computing
+        if self._running:
+            self._gained += (passed - computing) * self._per_s
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self._waiting.append(request)
+        self._admit()
+
+    def finished(self) -> list[Request]:
+        """What has all its tokens by now, in order; it leaves the engine."""
+        done: list[Request] = []
+        if self.paused:
+            return done
+        while self._running and self._running[0][0] <= self._gained + 1e-9 * max(1.0, self._gained):
+            target, _, request = heapq.heappop(self._running)
+            self._context -= request.context - (target - request.sampled)
+            self._reserved -= request.context + request.sampled
+            self.tokens += request.sampled
+            request.last_version = self.version
+            done.append(request)
+        if done:
+            self._admit()
+        elif self._gained >= self._refresh_at:
+            self._rate()
+        return done
+
+    def pause(self) -> None:
+        """Stop sampling, for new weights."""
+        self.paused = True
+
+    def resume(self, version: int, *, recompute: bool) -> None:
+        """Go on with weights `version`; `recompute` computes all contexts again first (retract)."""
+        self.paused = False
+        self.version = version
+        if recompute:
+            self._prefill_s += self.context_tokens * self._rates.prefill_s_per_token
+        self._admit()
+
+    def next_event(self) -> float:
+        """When something happens unless something else does before; infinity for never."""
+        if self.paused or not self._running:
+            return math.inf
+        target = min(self._running[0][0], self._refresh_at)
+        return self._now + self._prefill_s + max(0.0, target - self._gained) / self._per_s
+
+    def _admit(self) -> None:
+        rates = self._rates
+        while not self.paused and self._waiting and len(self._running) < rates.max_running:
+            request = self._waiting[0]
+            size = request.context + request.sampled
+            if rates.kv_tokens is not None and self._running and self._reserved + size > rates.kv_tokens:
+                break
+            self._waiting.popleft()
+            self._prefill_s += request.prefill * rates.prefill_s_per_token
+            request.first_version = self.version
+            self._order += 1
+            heapq.heappush(self._running, (self._gained + request.sampled, self._order, request))
+            self._context += request.context - self._gained
+            self._reserved += size
+        self._rate()
+
+    def _rate(self) -> None:
+        rates = self._rates
+        if not self._running:
+            self._gained = self._context = 0.0
+            self._refresh_at = math.inf
+            return
+        held, self._refresh_at = self.context_tokens, math.inf
+        if rates.per_context_token_s > 0.0:
+            stretch = min(_REFRESH_TOKENS, self._running[0][0] - self._gained)
+            self._refresh_at = self._gained + stretch
+            held += len(self._running) * stretch / 2  # the context in the middle of the time this rate holds
+        self._per_s = rates.tokens_per_step / rates.step_s(len(self._running), held)

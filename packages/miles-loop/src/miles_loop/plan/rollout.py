@@ -1,0 +1,292 @@
+"""The rollout half in simulated time: the product's own scheduler, buffer, ledger and router table decide everything.
+
+Only what they wait for is simulated: engines and environments. The order of events is that of the rollout worker;
+a test runs both on the same work and compares them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_contracts import FilterDecision, Group, Status, Trajectory, TrajectoryIdentity, VersionSpan
+from miles_loop.plan.engine import EngineRates, Request, SimEngine
+from miles_loop.plan.settings import Pipeline
+from miles_loop.plan.workload import Episode, Workload
+from miles_rollout.buffer import Batch, GroupBuffer
+from miles_rollout.ledger import Issue, Ledger
+from miles_rollout.router.table import RouterTable
+from miles_rollout.scheduler import Scheduler
+
+_IDS = (np.zeros(1, np.int32), np.zeros(2, np.int32))
+_MASKS = (np.ones(1, np.bool_), np.ones(2, np.bool_))
+_LOGPROBS = (np.zeros(1, np.float32), np.zeros(2, np.float32))
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A group in flight."""
+
+    issue: Issue
+    started: float
+    filtered: bool
+    left: int
+    made: list[Trajectory]
+    tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One trajectory in flight."""
+
+    flight: _Flight
+    index: int
+    episode: Episode
+    key: str
+    turn: int = 0
+    context: int = 0
+    engine: int = -1
+    cached_version: int = -1
+    oldest: int = -1
+    newest: int = -1
+
+
+class SimRollout:
+    """Groups in flight, their engines, and the buffer.
+
+    Args:
+        pipeline: shape of the run.
+        workload: what trajectories ask for.
+        rates: of every engine.
+        delay: called with (seconds, member) when the environment of a member is busy for that long.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, workload: Workload, rates: EngineRates, delay: Callable[[float, Member], None]
+    ) -> None:
+        self._pipeline = pipeline
+        self._workload = workload
+        self._delay = delay
+        self._prompts = 0
+        self._parked: deque[tuple[_Flight, Group, float]] = deque()
+        self._refused: set[tuple[int, int]] = set()
+        self._tokens: dict[int, int] = {}
+        self._held = False
+        self.engines = [SimEngine(rates) for _ in range(pipeline.engines)]
+        self.router = RouterTable([str(i) for i in range(pipeline.engines)])
+        self.scheduler = Scheduler(
+            batch_groups=pipeline.batch_groups,
+            group_size=pipeline.group_size,
+            depth=pipeline.depth,
+            max_trajectories=pipeline.max_in_flight,
+            granularity=pipeline.granularity,
+        )
+        self.buffer = GroupBuffer(
+            max_groups=pipeline.room, max_staleness=pipeline.max_staleness, group_filter=self._decide
+        )
+        self.ledger = Ledger(
+            on_failure=pipeline.on_failure, on_stale=pipeline.on_stale, max_retries=pipeline.max_retries
+        )
+        self.counts: Counter[str] = Counter()
+        """Groups started, trained and dropped by reason."""
+        self.prefill_tokens = 0
+        self.cached_tokens = 0
+        self.touched: set[int] = set()
+        """Engines whose next event may have changed."""
+
+    @property
+    def parked(self) -> int:
+        """Finished groups that wait for room in the buffer."""
+        return len(self._parked)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that are being generated."""
+        return self.scheduler.groups_in_flight - len(self._parked)
+
+    # -- producing ----------------------------------------------------------------------------------------
+
+    def hold(self, held: bool) -> None:
+        """Start no new groups while held."""
+        self._held = held
+
+    def fill(self, now: float) -> None:
+        """Start every group that may start now."""
+        while not self._held and not self._parked:
+            if self.scheduler.refusal(buffered_groups=len(self.buffer), tokens_each=0) is not None:
+                return
+            issue = self.ledger.begin_waiting()
+            if issue is None:
+                issue = self.ledger.begin_fresh(self._prompts)
+                self._prompts += 1
+            self.scheduler.start(issue.prompt_index, tokens_each=0)
+            self._start(issue, now)
+
+    def _start(self, issue: Issue, now: float) -> None:
+        prompt, attempt, size = issue.prompt_index, issue.attempt, self._pipeline.group_size
+        self.counts["started"] += 1
+        flight = _Flight(issue, now, self._workload.filtered(prompt, attempt), size, [])
+        for index in range(size):
+            episode = self._workload.episode(prompt, index, attempt)
+            self._next_turn(Member(flight, index, episode, f"{prompt}-{index}-{attempt}"), now)
+
+    def _next_turn(self, member: Member, now: float) -> None:
+        turn = member.episode.turns[member.turn]
+        context = member.context + turn.new_prompt
+        name = self.router.place(member.key, context + turn.sampled)
+        assert name is not None  # no simulated engine is ever out of service
+        number = int(name)
+        engine = self.engines[number]
+        engine.advance(now)
+        warm = self._pipeline.prefix_cache and (number, engine.version) == (member.engine, member.cached_version)
+        prefill = turn.new_prompt if warm else context
+        self.prefill_tokens += prefill
+        self.cached_tokens += context - prefill
+        member.engine, member.context = number, context
+        engine.add(Request(member, prefill, context, turn.sampled))
+        self.touched.add(number)
+
+    def sampled(self, request: Request) -> None:
+        """An engine has finished a turn; its environment is busy next."""
+        member = request.owner
+        assert isinstance(member, Member)
+        turn = member.episode.turns[member.turn]
+        self.router.done(str(member.engine), member.context + turn.sampled)
+        member.context += turn.sampled
+        member.oldest = request.first_version if member.turn == 0 else min(member.oldest, request.first_version)
+        member.newest = request.last_version
+        member.cached_version = request.first_version
+        member.turn += 1
+        self._delay(turn.delay_s, member)
+
+    def delay_over(self, member: Member, now: float) -> None:
+        """The environment of a member has answered: the next turn, or the end."""
+        if member.turn < len(member.episode.turns):
+            self._next_turn(member, now)
+            return
+        self.router.forget(member.key)
+        flight = member.flight
+        flight.made.append(_trajectory(member))
+        flight.tokens += member.context
+        flight.left -= 1
+        self.scheduler.member_done(flight.issue.prompt_index)
+        self.fill(now)
+        if not flight.left:
+            self._hand_over(flight, now)
+            self.fill(now)
+
+    def _hand_over(self, flight: _Flight, now: float) -> None:
+        issue = flight.issue
+        flight.made.sort(key=lambda t: t.identity.member)
+        group = Group(
+            prompt_index=issue.prompt_index,
+            size=self._pipeline.group_size,
+            trajectories=tuple(flight.made),
+            attempt=issue.attempt,
+        )
+        if flight.filtered:
+            self._refused.add((issue.prompt_index, issue.attempt))
+        dropped = self.buffer.judge(group)
+        if dropped is None:
+            self.ledger.kept(issue.prompt_index)
+            self._parked.append((flight, group, now))
+            self._unpark()
+            return
+        self.counts[str(dropped.verdict)] += 1
+        if dropped.verdict == "filtered":
+            self.ledger.finished(issue.prompt_index)
+        else:
+            self.ledger.failed(issue.prompt_index)
+        self.scheduler.group_done(issue.prompt_index)
+
+    def _unpark(self) -> None:
+        """Put what waits into the buffer, in order, as far as there is room."""
+        while self._parked and self.buffer.has_room(self._parked[0][1]):
+            flight, group, finished = self._parked.popleft()
+            self._tokens[group.prompt_index] = flight.tokens
+            self.buffer.put(group, generation_s=finished - flight.started, now=finished)
+            self.scheduler.group_done(group.prompt_index)
+
+    def _decide(self, group: Group) -> FilterDecision:
+        key = (group.prompt_index, group.attempt)
+        if key in self._refused:
+            self._refused.discard(key)
+            return FilterDecision(keep=False, reason="simulated")
+        return FilterDecision(keep=True)
+
+    # -- consuming ----------------------------------------------------------------------------------------
+
+    def wanted_by(self, train_version: int, now: float) -> None:
+        """The trainer begins to wait for the batch that `train_version` trains."""
+        self.scheduler.set_versions(next_train=train_version)
+        self.fill(now)
+
+    def collect(self, train_version: int, now: float) -> tuple[Batch, int] | None:
+        """The batch and its tokens if there is one, else None."""
+        while True:
+            batch = self.buffer.collect(
+                self._pipeline.batch_groups,
+                train_version=train_version,
+                engine_version=self.scheduler.engine_version,
+                now=now,
+            )
+            for dropped in batch.stale:
+                self.counts["stale"] += 1
+                self._tokens.pop(dropped.group.prompt_index)
+                self.ledger.stale(dropped.group.prompt_index)
+            if batch.groups:
+                break
+            if not batch.stale:
+                return None
+            self._unpark()
+            self.fill(now)
+        self.scheduler.set_versions(next_train=train_version + 1)
+        self._unpark()
+        self.fill(now)
+        return batch, sum(self._tokens.pop(group.prompt_index) for group in batch.groups)
+
+    def confirm(self, groups: Sequence[Group]) -> None:
+        """`groups` were trained."""
+        self.counts["trained"] += len(groups)
+        self.buffer.confirm(groups)
+        for group in groups:
+            self.ledger.finished(group.prompt_index)
+
+    def pause(self, now: float) -> None:
+        """Engines stop for new weights."""
+        for number, engine in enumerate(self.engines):
+            engine.advance(now)
+            engine.pause()
+            self.touched.add(number)
+
+    def resume(self, version: int, now: float) -> None:
+        """Engines go on with new weights."""
+        for number, engine in enumerate(self.engines):
+            engine.advance(now)
+            engine.resume(version, recompute=self._pipeline.retract)
+            self.touched.add(number)
+
+
+def _trajectory(member: Member) -> Trajectory:
+    """What buffer and metrics look at, with one token for each weight version instead of all tokens."""
+    oldest, newest = member.oldest, member.newest
+    spans: tuple[VersionSpan, ...] = (VersionSpan(start=0, end=1, version=oldest),)
+    if newest != oldest:
+        spans = (*spans, VersionSpan(start=1, end=2, version=newest))
+    which = len(spans) - 1
+    issue = member.flight.issue
+    failed = member.episode.fails
+    return Trajectory(
+        identity=TrajectoryIdentity(
+            prompt_index=issue.prompt_index, member=member.index, attempt=issue.attempt, session_id=member.key
+        ),
+        token_ids=_IDS[which],
+        loss_mask=_MASKS[which],
+        logprobs=_LOGPROBS[which],
+        version_spans=spans,
+        status=Status.FAILED if failed else Status.FINISHED,
+        error="simulated" if failed else None,
+    )
