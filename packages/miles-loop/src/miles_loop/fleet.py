@@ -17,9 +17,9 @@ from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError, Pa
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.errors import RunError
 from miles_loop.lockstep import Lockstep, LockstepEngine
-from miles_loop.processes import ChildProcess
+from miles_loop.processes import Process
 from miles_rollout.engine_client import EngineClient
-from miles_rollout.router import Router
+from miles_rollout.router import Router, RouterConfig
 from miles_sync import FleetFencedError, UpdateReport, UpdateSource, update_weights
 
 _POLL_S = 0.05
@@ -33,7 +33,7 @@ class EngineSlot:
     client: EngineClient
     recording: RecordingEngine
     evaluation: Engine
-    process: ChildProcess | None
+    process: Process | None
     restarts_left: int
     up: bool = False
 
@@ -55,12 +55,14 @@ class Fleet:
         start_timeout_s: of an engine's start.
         restarts: how often each engine is started again.
         on_event: told, in words, what happened to engines.
+        router: deadlines and limits of both routers.
+        hang_s: an engine that answers no health check for this long is out of service; its process is killed.
         lockstep: send requests in rounds, so that the run can be repeated bit for bit (see `miles_loop.lockstep`).
     """
 
     def __init__(
         self,
-        engines: Sequence[tuple[EngineClient, ChildProcess | None]],
+        engines: Sequence[tuple[EngineClient, Process | None]],
         *,
         source: UpdateSource,
         records: EngineRecords,
@@ -69,6 +71,8 @@ class Fleet:
         start_timeout_s: float,
         restarts: int,
         on_event: Callable[[str], None],
+        router: RouterConfig | None = None,
+        hang_s: float = 120.0,
         lockstep: bool = False,
     ) -> None:
         self.lockstep = Lockstep() if lockstep else None
@@ -89,14 +93,16 @@ class Fleet:
         self._update_deadline_s = update_deadline_s
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
+        self._hang_s = hang_s
+        self._router_config = router or RouterConfig()
         self._watchers: list[asyncio.Task[None]] = []
         self.version = 0
         self.restarts = 0
         self.weights_lock = asyncio.Lock()
         self.failed: asyncio.Future[RunError] = asyncio.get_running_loop().create_future()
-        self.router = Router([slot.recording for slot in self._slots])
+        self.router = Router([slot.recording for slot in self._slots], config=self._router_config)
         """Routes training: every answer is recorded."""
-        self.evaluation_router = Router([slot.evaluation for slot in self._slots])
+        self.evaluation_router = Router([slot.evaluation for slot in self._slots], config=self._router_config)
         """Routes evaluation: nothing is recorded."""
 
     @property
@@ -115,6 +121,7 @@ class Fleet:
             await router.start()
         for slot in self._slots:
             slot.up = True
+            self._watchers.append(asyncio.create_task(self._watch_answers(slot), name=f"watch-answers-{slot.url}"))
             if slot.process is not None:
                 self._watchers.append(asyncio.create_task(self._watch(slot), name=f"watch-{slot.process.name}"))
 
@@ -207,6 +214,32 @@ class Fleet:
             except (RunError, DeadlineExceededError, WeightUpdateError) as error:
                 self._on_event(f"engine {slot.process.name} could not be brought back: {error}")
                 slot.process.crash()  # the next round counts it as another restart
+
+    async def _watch_answers(self, slot: EngineSlot) -> None:
+        """Notice an engine that runs and no longer answers; an engine of somebody else also when it is back."""
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(self._router_config.health_interval_s)
+            if slot.process is None and not slot.up:
+                await self._try_revive(slot)
+            if not slot.up or await slot.client.healthy():
+                answered = loop.time()
+            elif loop.time() - answered >= self._hang_s and slot.up:
+                slot.up = False
+                self._quarantine(slot, f"no answer for {self._hang_s:g} s")
+                self._on_event(f"engine {slot.url} has not answered for {self._hang_s:g} s")
+                if slot.process is not None:
+                    slot.process.crash()  # its own watcher brings it back
+
+    async def _try_revive(self, slot: EngineSlot) -> None:
+        """Take back an engine that somebody else runs, once it answers again."""
+        if not await slot.client.healthy():
+            return
+        try:
+            await self._revive(slot)
+        except WeightUpdateError as error:
+            self._on_event(f"engine {slot.url} could not be brought back: {error}")
 
     async def _revive(self, slot: EngineSlot) -> None:
         """Give a fresh engine the fleet's weights, then let it serve."""

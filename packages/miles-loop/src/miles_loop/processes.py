@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from miles_loop.errors import DiskFullError, ProcessDiedError
 from miles_loop.files import is_disk_full
@@ -62,12 +64,50 @@ def child_environment(spec: ProcessSpec) -> dict[str, str]:
     return environment
 
 
-class ChildProcess:
-    """One running child. `died` ends (with a ProcessDiedError as result) when the process ends by itself."""
+class Process(Protocol):
+    """A process of a run that is supervised, wherever it runs."""
 
-    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+    @property
+    def name(self) -> str:
+        """Name of its specification."""
+
+    @property
+    def log(self) -> Path:
+        """File that it writes to."""
+
+    @property
+    def running(self) -> bool:
+        """True from start until the process has ended."""
+
+    async def start(self) -> None:
+        """Start it, again when it has ended."""
+
+    async def died(self) -> ProcessDiedError:
+        """Wait until it ends without having been told to; never returns for a stopped one."""
+
+    def death(self) -> ProcessDiedError:
+        """How it ended, with the end of its log."""
+
+    def crash(self) -> None:
+        """Kill it as if it had died by itself: whoever waits for `died` is told."""
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it: ask, wait, then kill."""
+
+
+class ChildProcess:
+    """One running child. `died` ends (with a ProcessDiedError as result) when the process ends by itself.
+
+    Args:
+        spec: what to run.
+        log: file that its output is appended to.
+        inherits: a socket that becomes the child's; it is closed here once the child has it.
+    """
+
+    def __init__(self, spec: ProcessSpec, log: Path, inherits: socket.socket | None = None) -> None:
         self.spec = spec
         self.log = log
+        self._inherits = inherits
         self._process: asyncio.subprocess.Process | None = None
         self._pipe: int | None = None
         self._stopping = False
@@ -89,11 +129,12 @@ class ChildProcess:
         """True from start until the process has ended."""
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, pass_fds: Sequence[int] = ()) -> None:
+    async def start(self) -> None:
         """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
         self.close_pipe()  # of an earlier start: what that one left behind ends now
         read_end, self._pipe = os.pipe()
         self._stopping = False
+        passed = [read_end] if self._inherits is None else [read_end, self._inherits.fileno()]
         try:
             with self.log.open("ab") as log:
                 self._log_start = log.tell()
@@ -108,7 +149,7 @@ class ChildProcess:
                     stdout=log,
                     stderr=log,
                     env=child_environment(self.spec),
-                    pass_fds=(read_end, *pass_fds),
+                    pass_fds=passed,
                     start_new_session=True,  # Ctrl-C reaches the driver alone, which ends the others in order
                 )
         except OSError as error:
@@ -117,6 +158,7 @@ class ChildProcess:
             raise
         finally:
             os.close(read_end)
+            self._let_go()
 
     async def died(self) -> ProcessDiedError:
         """Wait until the process ends without having been told to; never returns for a stopped one."""
@@ -152,6 +194,7 @@ class ChildProcess:
         """End it: terminate, wait, then kill its whole process group."""
         self._stopping = True
         if self._process is None:
+            self._let_go()
             return
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
@@ -164,6 +207,10 @@ class ChildProcess:
     def crash(self) -> None:
         """Kill it as if it had died by itself: whoever waits for `died` is told."""
         self._signal(signal.SIGKILL)
+
+    def _let_go(self) -> None:
+        if self._inherits is not None:
+            self._inherits.close()
 
     def close_pipe(self) -> None:
         """Let go of the pipe that keeps the child alive."""

@@ -1,13 +1,12 @@
-"""The local runtime: engines and trainer as child processes of this machine, all started at once, all ended together.
+"""Engines and trainer of a run: all started at once, all ended together.
 
-What is started is decided before anything is: `engine_spec` and `trainer_spec` are functions of the configuration,
-and a runtime for many machines starts the same modules with the same arguments elsewhere.
+What is started is decided before anything is: `engine_spec` and `trainer_spec` are functions of the configuration.
+Where it is started is a host's business (`miles_loop.hosts`): child processes of this machine, or a Ray cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,15 @@ from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
 from miles_loop.config import EngineConfig, RunConfig
 from miles_loop.errors import ProcessDiedError
-from miles_loop.fleet import Fleet, choose_ports
-from miles_loop.processes import ChildProcess, ProcessSpec
+from miles_loop.fleet import Fleet
+from miles_loop.hosts import Host, LocalHost
+from miles_loop.processes import Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.engine_client import Deadlines, EngineClient
+
+TRAINER = "trainer"
+"""Name of the trainer process."""
 
 
 def engine_spec(config: EngineConfig, index: int, port: int, model: Path) -> ProcessSpec:
@@ -38,12 +41,12 @@ def engine_spec(config: EngineConfig, index: int, port: int, model: Path) -> Pro
     )
 
 
-def trainer_spec(config: RunConfig, descriptor: int) -> ProcessSpec:
-    """Process of the trainer; `descriptor` is its end of the socket to the driver."""
+def trainer_spec(config: RunConfig, where: str) -> ProcessSpec:
+    """Process of the trainer; `where` is how it reaches the driver (see `trainer_server.serve_process`)."""
     return ProcessSpec(
-        name="trainer",
+        name=TRAINER,
         module="miles_loop.trainer_process",
-        arguments=(str(descriptor),),
+        arguments=(where,),
         threads=config.runtime.trainer_threads,
     )
 
@@ -58,6 +61,11 @@ def start_message(config: RunConfig, model: Path, checkpoint: Path | None) -> li
         bucket_bytes=config.sync.bucket_mib * 2**20,
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
+
+
+def make_host(config: RunConfig, folder: RunFolder) -> Host:
+    """Where the configuration wants the processes."""
+    return LocalHost(folder.logs, config.engine.host, config.engine.port)
 
 
 class LocalRuntime:
@@ -77,13 +85,13 @@ class LocalRuntime:
         self._folder = folder
         self._records = records
         self._on_event = on_event
-        self._trainer_process: ChildProcess | None = None
-        self._engine_processes: list[ChildProcess] = []
+        self._host = make_host(config, folder)
+        self._trainer_process: Process | None = None
         self.trainer: TrainerClient
         self.fleet: Fleet
 
     async def launch(self, model: Path, *, trainer: bool = True) -> None:
-        """Start every process; returns at once, while they load.
+        """Start every process; returns while they load.
 
         Args:
             model: folder that the engines load (the trainer is told by `load`).
@@ -94,44 +102,41 @@ class LocalRuntime:
             DiskFullError: no room for the logs.
         """
         config = self._config
-        ours, theirs = socket.socketpair()
-        try:
-            spec = trainer_spec(config, theirs.fileno())
-            self._trainer_process = ChildProcess(spec, self._folder.logs / "trainer.log")
-            self.trainer = TrainerClient(ours, config.runtime.step_timeout_s)
-            engines = self._plan_engines(model)
-            self.fleet = Fleet(
-                engines,
-                source=self.trainer,
-                records=self._records,
-                mode=PauseMode(config.sync.mode),
-                update_deadline_s=config.sync.deadline_s,
-                start_timeout_s=config.engine.start_timeout_s,
-                restarts=config.engine.restarts,
-                on_event=self._on_event,
-                # An agent's calls come when its tools are done; there is no clockless order to put them into.
-                lockstep=config.pipeline_depth == 0 and config.task.agent is None,
-            )
-            starting = [process.start() for process in self._engine_processes]
-            if trainer:
-                starting.append(self._trainer_process.start(pass_fds=(theirs.fileno(),)))
-            await asyncio.gather(*starting)
-        finally:
-            theirs.close()
+        await self._host.open(engines=0 if config.engine.urls else config.engine.replicas, trainer=trainer)
+        made = self._host.make_trainer(lambda where: trainer_spec(config, where))
+        self._trainer_process = made.process
+        self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
+        engines = await self._make_engines(model)
+        self.fleet = Fleet(
+            engines,
+            source=self.trainer,
+            records=self._records,
+            mode=PauseMode(config.sync.mode),
+            update_deadline_s=config.sync.deadline_s,
+            start_timeout_s=config.engine.start_timeout_s,
+            restarts=config.engine.restarts,
+            on_event=self._on_event,
+            router=config.router,
+            hang_s=config.engine.hang_s,
+            # An agent's calls come when its tools are done; there is no clockless order to put them into.
+            lockstep=config.pipeline_depth == 0 and config.task.agent is None,
+        )
+        starting = [process.start() for _, process in engines if process is not None]
+        if trainer:
+            starting.append(made.process.start())
+        await asyncio.gather(*starting)
 
-    def _plan_engines(self, model: Path) -> list[tuple[EngineClient, ChildProcess | None]]:
+    async def _make_engines(self, model: Path) -> list[tuple[EngineClient, Process | None]]:
         config = self._config.engine
         deadlines = Deadlines(generate=self._config.rollout.timeout_s, weights=self._config.sync.deadline_s)
         if config.urls:
             return [(EngineClient(url, deadlines=deadlines), None) for url in config.urls]
-        ports = choose_ports(config.host, config.port, config.replicas)
-        planned: list[tuple[EngineClient, ChildProcess | None]] = []
-        for index, port in enumerate(ports):
-            spec = engine_spec(config, index, port, model)
-            process = ChildProcess(spec, self._folder.logs / f"{spec.name}.log")
-            self._engine_processes.append(process)
-            planned.append((EngineClient(f"http://{config.host}:{port}", deadlines=deadlines), process))
-        return planned
+
+        def spec(index: int, host: str, port: int) -> ProcessSpec:
+            return engine_spec(config.model_copy(update={"host": host}), index, port, model)
+
+        made = await self._host.make_engines(spec)
+        return [(EngineClient(engine.url, deadlines=deadlines), engine.process) for engine in made]
 
     async def load(self, start: link.Start) -> int:
         """Wait until the trainer has its model and every engine answers; returns the trainer's version.
@@ -174,3 +179,4 @@ class LocalRuntime:
         if hasattr(self, "fleet"):
             stopping.append(self.fleet.close(timeout))
         await asyncio.gather(*stopping)
+        await self._host.close()

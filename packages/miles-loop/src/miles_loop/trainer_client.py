@@ -9,7 +9,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from miles_contracts import (
     DeadlineExceededError,
@@ -34,8 +34,18 @@ _REASONS = {
 """Reasons of a run's end by the class of the trainer's error."""
 
 
+class Incoming(Protocol):
+    """A connection that the trainer process has yet to open."""
+
+    async def accept(self) -> socket.socket:
+        """Wait for it."""
+
+    def close(self) -> None:
+        """Do not wait any longer."""
+
+
 class TrainerClient:
-    """Typed calls over one socket. `deadline_s` bounds each of them.
+    """Typed calls over one stream socket. `deadline_s` bounds each of them.
 
     Raises (every call):
         DeadlineExceededError: no answer in time.
@@ -43,8 +53,8 @@ class TrainerClient:
         RunError: the connection broke (`trainer_gone`).
     """
 
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
-        self._socket = sock
+    def __init__(self, connection: socket.socket | Incoming, deadline_s: float) -> None:
+        self._connection = connection
         self._deadline_s = deadline_s
         self._lock = asyncio.Lock()
         self._reader: asyncio.StreamReader | None = None
@@ -52,8 +62,18 @@ class TrainerClient:
 
     async def start(self, request: link.Start, deadline_s: float) -> int:
         """Load the model; returns its version."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=2**20)
+        await self._open("the trainer process to connect", deadline_s)
         return (await self._call(request, link.Started, "the trainer to load its model", deadline_s)).version
+
+    async def _open(self, waited_for: str, deadline_s: float) -> None:
+        sock = self._connection
+        if not isinstance(sock, socket.socket):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    sock = await sock.accept()
+            except TimeoutError:
+                raise DeadlineExceededError(waited_for, deadline_s, "raise engine.start_timeout_s") from None
+        self._reader, self._writer = await asyncio.open_connection(sock=sock, limit=2**20)
 
     async def train_step(self, groups: Sequence[Group]) -> link.StepDone:
         """One optimiser step."""
@@ -86,17 +106,30 @@ class TrainerClient:
         Raises:
             DiskFullError: no room.
         """
+        await self._write(link.Save(directory=_absolute(directory)), directory, "the trainer to save")
+
+    async def _write(self, request: link.Request, directory: Path, waited_for: str) -> None:
         try:
-            await self._call(link.Save(directory=str(directory)), link.Done, "the trainer to save")
+            await self._call(request, link.Done, waited_for)
         except TrainerFailedError as error:
             if is_disk_full(str(error)):
                 raise DiskFullError(directory) from error
             raise
 
+    async def export_model(self, directory: Path) -> None:
+        """Write model and tokenizer as a Hugging Face folder.
+
+        Raises:
+            DiskFullError: no room.
+        """
+        await self._write(
+            link.ExportModel(directory=_absolute(directory)), directory, "the trainer to export its model"
+        )
+
     async def stop(self) -> None:
         """Ask the process to end and close the connection."""
         if self._writer is None:
-            self._socket.close()
+            self._connection.close()
             return
         try:
             self._writer.write(wire.encode(link.Stop()))
@@ -133,6 +166,11 @@ class TrainerClient:
         header = await self._reader.readexactly(_HEADER_BYTES)
         rest = await self._reader.readexactly(wire.frame_length(header) - _HEADER_BYTES)
         return wire.decode(header + rest, link.Reply)  # type: ignore[arg-type]
+
+
+def _absolute(directory: Path) -> str:
+    """The trainer process may run in another folder."""
+    return str(directory.resolve())
 
 
 def _error_of(reply: link.Failed) -> MilesError:

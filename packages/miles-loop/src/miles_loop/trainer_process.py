@@ -1,4 +1,6 @@
-"""The trainer's own process: `python -m miles_loop.trainer_process FD`, FD a connected Unix socket to the driver.
+"""The trainer's own process: `python -m miles_loop.trainer_process LINK`.
+
+LINK is the number of a connected socket to the driver, or the driver's `host:port`.
 
 It composes the trainer with the sender of weights; requests are answered one after the other.
 """
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from miles_contracts import Group, MilesError, ShmBucket
 from miles_loop import trainer_link as link
-from miles_loop.trainer_server import serve_descriptor
+from miles_loop.trainer_server import serve_process
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
 from miles_sync import LocalSender
@@ -87,8 +89,8 @@ class TrainerService:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
-    serve_descriptor(int(sys.argv[1]), TrainerService)
+    """Serve the driver that the first argument names."""
+    serve_process(sys.argv[1], TrainerService)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 
 from miles_contracts import MilesError, WeightUpdateError, wire
 from miles_loop import trainer_link as link
+from miles_loop.tcp_link import connect
 
 _HEADER_BYTES = 32
 
@@ -108,12 +109,17 @@ def _end_in_order(*_: object) -> NoReturn:
     sys.exit(0)
 
 
-def serve_descriptor(descriptor: int, start: Callable[[link.Start], Service]) -> NoReturn:
-    """Serve a connected socket by its number, then end the process; SIGTERM ends it in order too."""
+def serve_process(where: str, start: Callable[[link.Start], Service]) -> NoReturn:
+    """Serve the driver, then end the process; SIGTERM ends it in order too.
+
+    Args:
+        where: number of a connected socket that was inherited, or `host:port` of the driver (see `tcp_link`).
+        start: makes the service of a `Start` request.
+    """
     signal.signal(signal.SIGTERM, _end_in_order)
     status = 1
     try:
-        with socket.socket(fileno=descriptor) as sock:
+        with socket.socket(fileno=int(where)) if where.isdigit() else connect(where) as sock:
             serve(Connection(sock), start)
         status = 0
     except SystemExit:

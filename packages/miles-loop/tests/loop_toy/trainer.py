@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from miles_contracts import Group, WeightManifest
 from miles_loop import trainer_link as link
-from miles_loop.trainer_server import serve_descriptor
+from miles_loop.trainer_server import serve_process
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.02"))
 
@@ -78,4 +78,4 @@ class FakeTrainer:
 
 
 if __name__ == "__main__":
-    serve_descriptor(int(sys.argv[1]), FakeTrainer)
+    serve_process(sys.argv[1], FakeTrainer)

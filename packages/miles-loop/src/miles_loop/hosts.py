@@ -1,0 +1,101 @@
+"""Where the processes of a run are started: this machine, or a cluster.
+
+A host turns specifications into supervised processes and says under which URL each engine answers. What runs, with
+which arguments, is not its business.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from miles_loop.fleet import choose_ports
+from miles_loop.processes import ChildProcess, Process, ProcessSpec
+from miles_loop.trainer_client import Incoming
+
+EngineSpec = Callable[[int, str, int], ProcessSpec]
+"""(index, host to listen on, port) -> the process of that engine."""
+TrainerSpec = Callable[[str], ProcessSpec]
+"""(how it reaches the driver) -> the trainer process."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedEngine:
+    """An engine that is ready to be started, and the URL it will answer at."""
+
+    url: str
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTrainer:
+    """A trainer process that is ready to be started, and the driver's end of its connection."""
+
+    process: Process
+    connection: socket.socket | Incoming
+
+
+class Host(Protocol):
+    """Makes the processes of one run."""
+
+    async def open(self, *, engines: int, trainer: bool) -> None:
+        """Find room for so many engines, and for the trainer when there is to be one."""
+
+    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
+        """The trainer process, not started."""
+
+    async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
+        """The engine processes, not started."""
+
+    async def close(self) -> None:
+        """Give back what `open` took; the processes have been stopped."""
+
+
+class LocalHost:
+    """This machine: child processes, a socket pair to the trainer.
+
+    Args:
+        logs: folder of the processes' logs.
+        address: that the engines listen on.
+        port: first port, 0 for free ones.
+    """
+
+    def __init__(self, logs: Path, address: str, port: int) -> None:
+        self._logs = logs
+        self._address = address
+        self._port = port
+        self._engines = 0
+
+    async def open(self, *, engines: int, trainer: bool) -> None:
+        """There is always room here."""
+        self._engines = engines
+
+    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
+        """A child that inherits its end of a socket pair."""
+        ours, theirs = socket.socketpair()
+        made = spec(str(theirs.fileno()))
+        return HostedTrainer(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
+
+    async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
+        """Children that listen on ports which are free now.
+
+        Raises:
+            InvalidFieldError: a port that was asked for is taken.
+        """
+        made: list[HostedEngine] = []
+        if not self._engines:
+            return made
+        for index, port in enumerate(choose_ports(self._address, self._port, self._engines)):
+            process = spec(index, self._address, port)
+            made.append(
+                HostedEngine(
+                    f"http://{self._address}:{port}", ChildProcess(process, self._logs / f"{process.name}.log")
+                )
+            )
+        return made
+
+    async def close(self) -> None:
+        """Nothing was taken."""
