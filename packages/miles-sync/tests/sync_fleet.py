@@ -73,6 +73,7 @@ class MemoryEngine:
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         raise NotImplementedError
 

@@ -136,7 +136,13 @@ class ProcessEngine:
         self.child = Child(url, lambda: EngineSide(make_receiver()))
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, routing: bool = False
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         raise NotImplementedError
 

@@ -63,7 +63,13 @@ class Sampling(MemoryEngine):
     frozen = False
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, routing: bool = False
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         assert not self.paused
         tensors = self.receiver.tensors

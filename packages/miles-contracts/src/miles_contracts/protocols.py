@@ -45,7 +45,8 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         version_spans: positions count from the first new token.
         finish_reason: `stop`, `length` or `abort`.
         cached_tokens: prompt tokens found in the prefix cache, None when not said.
-        routing: expert ids [prompt + N - 1, layers, top_k] of the tokens that were fed, None when not asked for.
+        routing: expert ids [prompt + N - 1 - routing_start, layers, top_k] of the tokens that were fed, from token
+            `routing_start` on (0 unless the caller asked otherwise); None when not asked for.
         request_id: the engine's name for the request.
     """
 
@@ -81,6 +82,7 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult: ...
     async def abort(self, request_id: str | None = None) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...

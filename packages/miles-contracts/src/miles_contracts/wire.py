@@ -38,6 +38,8 @@ from miles_contracts.routing import RoutingTrace, id_bits, narrowest_dtype
 MAGIC = b"MLS1"
 FORMAT_VERSION = 2
 ALIGNMENT = 64
+CONTENT_TYPE = "application/vnd.miles.frame"
+"""Of a frame in an HTTP body."""
 _HEADER = struct.Struct("<4sHHQQI")
 _HEADER_BYTES = 32
 _ARRAY_EXT = 1

@@ -159,9 +159,12 @@ class RecordingEngine(EngineProxy):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         """Sample, and record the answer under its request id."""
-        result = await super().generate(input_ids, params, request_id=request_id, routing=routing)
+        result = await super().generate(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
         key = result.request_id or request_id
         if key is not None:
             self._records.add(key, result)

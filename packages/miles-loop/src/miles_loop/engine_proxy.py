@@ -26,9 +26,12 @@ class EngineProxy:
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         """Sample."""
-        return await self._engine.generate(input_ids, params, request_id=request_id, routing=routing)
+        return await self._engine.generate(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
 
     async def abort(self, request_id: str | None = None) -> None:
         """End one request, or all."""

@@ -31,6 +31,7 @@ class _Call:
     params: SamplingParams
     request_id: str
     routing: bool
+    routing_start: int
     answer: asyncio.Future[GenerateResult]
     batch: list[_Call] = field(default_factory=list)
     sending: asyncio.Task[None] | None = None
@@ -54,10 +55,17 @@ class Lockstep:
         self._rounds: asyncio.Task[None] | None = None
 
     async def generate(
-        self, engine: EngineClient, prompt: Sequence[int], params: SamplingParams, request_id: str, routing: bool
+        self,
+        engine: EngineClient,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        routing: bool,
+        routing_start: int = 0,
     ) -> GenerateResult:
         """The answer to one request, sent with its round."""
-        call = _Call(engine, list(prompt), params, request_id, routing, asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        call = _Call(engine, list(prompt), params, request_id, routing, routing_start, answer)
         self._waiting.append(call)
         if self._rounds is None or self._rounds.done():
             self._rounds = asyncio.create_task(self._run(), name="lockstep")
@@ -106,6 +114,7 @@ class Lockstep:
                 [c.params for c in batch],
                 request_ids=[c.request_id for c in batch],
                 routing=first.routing,
+                routing_starts=[c.routing_start for c in batch],
             )
         except EngineError as error:
             if len(batch) > 1 and not isinstance(error, EngineUnavailableError):
@@ -141,7 +150,8 @@ class LockstepEngine(EngineProxy):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         """Sample, in step with all others."""
         name = request_id or uuid.uuid4().hex
-        return await self._lockstep.generate(self._client, input_ids, params, name, routing)
+        return await self._lockstep.generate(self._client, input_ids, params, name, routing, routing_start)

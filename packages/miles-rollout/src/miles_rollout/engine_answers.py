@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from miles_contracts import EngineError, GenerateResult, InvalidFieldError, SamplingParams, VersionSpan
+from miles_contracts import (
+    EngineError,
+    GenerateResult,
+    InvalidFieldError,
+    RoutingTrace,
+    SamplingParams,
+    VersionSpan,
+)
 from miles_rollout.routing_rows import RoutingRows, encoded_bytes
 
 
-def generate_body(
-    input_ids: Sequence[int], params: SamplingParams, request_id: str | None, routing: bool
-) -> dict[str, Any]:
+def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str | None) -> dict[str, Any]:
     """The body of one generation."""
     body: dict[str, Any] = {
         "input_ids": input_ids if isinstance(input_ids, list) else list(input_ids),
@@ -23,25 +29,34 @@ def generate_body(
     }
     if request_id is not None:
         body["rid"] = request_id
-    return _with_routing(body) if routing else body
+    return body
 
 
 def batch_body(
-    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], request_ids: Sequence[str], routing: bool
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], request_ids: Sequence[str]
 ) -> dict[str, Any]:
     """The body of one call for several generations."""
-    body: dict[str, Any] = {
+    return {
         "rid": list(request_ids),
         "input_ids": [[int(i) for i in prompt] for prompt in prompts],
         "sampling_params": [_sampling_fields(p) for p in params],
         "return_logprob": True,
     }
-    return _with_routing(body) if routing else body
 
 
-def _with_routing(body: dict[str, Any]) -> dict[str, Any]:
-    # SGLang knows no formats: it ignores the second field and answers in its own.
-    return body | {"return_routed_experts": True, "routed_experts_format": "narrow"}
+def routing_fields(routing: bool, start: int = 0, *, stream: bool = False) -> dict[str, Any]:
+    """Fields of a body that ask for the expert choices of tokens `start` .., or nothing.
+
+    The embedded engine answers with packed bits in a binary frame, and in a stream, which is text, with base64 of
+    the narrowest dtype. SGLang knows no formats: it ignores that field and answers in its own.
+    """
+    if not routing:
+        return {}
+    return {
+        "return_routed_experts": True,
+        "routed_experts_start_len": start,
+        "routed_experts_format": "narrow" if stream else "bits",
+    }
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -80,16 +95,25 @@ def parse_version(value: object) -> int | None:
 
 
 def result_of(
-    answer: Any, *, engine: str, prompt_tokens: int, routing: bool, routing_layers: int | None
+    answer: Any,
+    *,
+    engine: str,
+    prompt_tokens: int,
+    routing: bool,
+    routing_start: int = 0,
+    routing_layers: int | None = None,
+    routing_top_k: int | None = None,
 ) -> GenerateResult:
-    """What one finished answer says.
+    """What one finished answer says; `routing` may still be encoded (`RoutingRows`).
 
     Args:
-        answer: decoded JSON.
+        answer: decoded JSON, or a decoded frame.
         engine: URL, for errors.
         prompt_tokens: length of the prompt.
         routing: expert choices were asked for.
+        routing_start: those of the first so many tokens were left out.
         routing_layers: rows per token of SGLang's flat form.
+        routing_top_k: experts per token of SGLang's flat form, None when not known.
 
     Raises:
         EngineError: the answer contradicts itself.
@@ -110,14 +134,14 @@ def result_of(
     if kind not in ("stop", "length", "abort"):
         raise EngineError(engine, f"finish_reason is {reason!r}; expected stop, length or abort")
     cached = meta.get("cached_tokens")
-    rows = prompt_tokens + len(ids) - 1
+    rows = max(prompt_tokens + len(ids) - 1 - routing_start, 0)
     return GenerateResult(
         output_ids=ids,
         logprobs=logprobs,
         version_spans=_spans(meta, len(ids), engine),
         finish_reason=kind,
         cached_tokens=int(cached) if cached is not None else None,
-        routing=_routes(meta, rows, engine, routing_layers) if routing else None,
+        routing=_routes(meta, rows, engine, routing_layers, routing_top_k) if routing else None,
         request_id=meta.get("id"),
     )
 
@@ -143,7 +167,13 @@ def _gaps(edges: Sequence[tuple[int, int]]) -> bool:
     return any(left[1] != right[0] for left, right in itertools.pairwise(edges))
 
 
-def _routes(meta: Mapping[str, Any], rows: int, engine: str, layers: int | None) -> RoutingRows:
+def _routes(
+    meta: Mapping[str, Any], rows: int, engine: str, layers: int | None, top_k: int | None
+) -> RoutingRows | NDArray[Any]:
+    trace = meta.get("routed_experts_trace")
+    if isinstance(trace, RoutingTrace):
+        _check_rows(trace.expert_ids.shape, rows, engine)
+        return trace.expert_ids
     packed = meta.get("routed_experts_packed")
     if packed is not None:
         text, dtype = packed["data"], np.dtype(packed["dtype"])
@@ -153,13 +183,31 @@ def _routes(meta: Mapping[str, Any], rows: int, engine: str, layers: int | None)
         if text is None:
             reason = "the answer carries no routed experts; start the engine with them enabled"
             raise EngineError(engine, reason)
-        if layers is None:
-            raise EngineError(engine, "SGLang's routed experts carry no shape; give EngineClient(routing_layers=)")
-        per_row = dtype.itemsize * layers * max(rows, 1)
-        shape = (rows, layers, encoded_bytes(text) // per_row if rows else 0)
-    if len(shape) != 3 or shape[0] != rows:
-        raise EngineError(engine, f"routed experts of shape {shape} for {rows} fed tokens")
+        shape = _flat_shape(encoded_bytes(text) // dtype.itemsize, rows, engine, layers, top_k)
+    _check_rows(shape, rows, engine)
     try:
-        return RoutingRows(text, shape, dtype)
+        return RoutingRows(text, (shape[0], shape[1], shape[2]), dtype)
     except InvalidFieldError as error:
         raise EngineError(engine, f"routed experts for {rows} fed tokens: {error}") from error
+
+
+def _check_rows(shape: tuple[int, ...], rows: int, engine: str) -> None:
+    if len(shape) != 3 or shape[0] != rows:
+        raise EngineError(engine, f"routed experts of shape {shape} for {rows} fed tokens")
+
+
+def _flat_shape(count: int, rows: int, engine: str, layers: int | None, top_k: int | None) -> tuple[int, int, int]:
+    """Shape of SGLang's flat buffer of `count` ids, which does not say how many experts a token has.
+
+    Without `top_k`, rows that nobody asked for would look like more experts a token.
+    """
+    if layers is None:
+        raise EngineError(engine, "SGLang's routed experts carry no shape; give EngineClient(routing_layers=)")
+    if rows == 0:
+        return 0, layers, top_k or 0
+    found = count // (layers * rows)
+    if top_k is not None and found != top_k:
+        raise EngineError(
+            engine, f"{count} routed experts are not those of {rows} fed tokens in {layers} layers with top-{top_k}"
+        )
+    return rows, layers, found

@@ -22,16 +22,18 @@ from miles_contracts import (
     EngineError,
     EngineUnavailableError,
     GenerateResult,
+    InvalidFieldError,
     PauseMode,
     SamplingParams,
     ShmBucket,
     WeightManifest,
 )
-from miles_rollout.engine_answers import batch_body, generate_body, mapping, parse_version, result_of
-from miles_rollout.engine_http import Deadlines, EngineHttp, message_of, require_success
+from miles_rollout.engine_answers import batch_body, generate_body, mapping, parse_version, result_of, routing_fields
+from miles_rollout.engine_http import Deadlines, EngineHttp, beside_loop, message_of, require_success
 from miles_rollout.engine_identity import EngineIdentity, EngineKind, identity_of, require_supported
 from miles_rollout.engine_stream import GrowingAnswer, PartialResult
 from miles_rollout.engine_weights import NativeWeightCalls
+from miles_rollout.routing_rows import RoutingRows
 
 __all__ = ["Deadlines", "EngineClient", "parse_version"]
 
@@ -55,6 +57,7 @@ class EngineClient(NativeWeightCalls):
         self._http = EngineHttp(url, self._deadlines.connect)
         self._url = self._http.url
         self._routing_layers = routing_layers
+        self._routing_top_k: int | None = None
         self._identity: EngineIdentity | None = None
 
     @property
@@ -136,22 +139,28 @@ class EngineClient(NativeWeightCalls):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         """Sample a continuation of `input_ids` (at least one id).
+
+        Args:
+            routing: return the expert choices of the fed tokens.
+            routing_start: leave out the rows of the first so many tokens (at most the prompt's length): a session
+                has them from earlier turns.
 
         Raises:
             EngineError: the engine refused the request, or its answer contradicts itself.
             EngineUnavailableError: it could not be reached or died.
             DeadlineExceededError: no answer within `Deadlines.generate`; the request is aborted on the engine.
         """
-        payload = generate_body(input_ids, params, request_id, routing)
+        payload = generate_body(input_ids, params, request_id) | routing_fields(routing, routing_start)
         try:
             answer = await self._http.call("POST", "/generate", payload, "a generation", self._deadlines.generate)
         except DeadlineExceededError:
             if request_id is not None:
                 await self._abort_quietly(request_id)
             raise
-        return self._result(answer, len(payload["input_ids"]), routing)
+        return await self._result(answer, len(payload["input_ids"]), routing, routing_start)
 
     async def generate_stream(
         self,
@@ -160,6 +169,7 @@ class EngineClient(NativeWeightCalls):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> AsyncGenerator[PartialResult | GenerateResult, None]:
         """As `generate`, and shows the answer while it grows: partial results, then the result, which comes last.
 
@@ -168,7 +178,8 @@ class EngineClient(NativeWeightCalls):
 
         Raises: as `generate`; EngineUnavailableError also for a stream that breaks off.
         """
-        payload = generate_body(input_ids, params, request_id, routing) | {"stream": True}
+        payload = generate_body(input_ids, params, request_id) | {"stream": True}
+        payload |= routing_fields(routing, routing_start, stream=True)
         increments = await self._kind_or_none() is not None and (await self.identify()).incremental_streams
         growing = GrowingAnswer(increments=increments)
         deadline = self._deadlines.generate
@@ -183,7 +194,7 @@ class EngineClient(NativeWeightCalls):
                     meta = mapping(body.get("meta_info"), self._url, "/generate meta_info")
                     answer = growing.add(body)
                     if meta.get("finish_reason") is not None:
-                        yield self._result(answer, len(payload["input_ids"]), routing)
+                        yield await self._result(answer, len(payload["input_ids"]), routing, routing_start)
                         return
                     yield PartialResult(np.asarray(answer.get("output_ids") or [], dtype=np.int32))
         except DeadlineExceededError:
@@ -199,12 +210,18 @@ class EngineClient(NativeWeightCalls):
         *,
         request_ids: Sequence[str],
         routing: bool = False,
+        routing_starts: Sequence[int] | None = None,
     ) -> list[GenerateResult]:
         """Sample a continuation of every prompt, in one call: the engine queues all of them at once, in order.
 
+        Args:
+            routing_starts: one for each prompt, as `routing_start` of `generate`; None for 0.
+
         Raises: as `generate`; one refused prompt refuses the whole call.
         """
-        payload = batch_body(prompts, params, request_ids, routing)
+        starts = list(routing_starts or [0] * len(prompts))
+        first = min(starts, default=0)  # the engine takes one for all; the others' surplus is cut off below
+        payload = batch_body(prompts, params, request_ids) | routing_fields(routing, first)
         what = f"{len(prompts)} generations"
         try:
             answers = await self._http.call("POST", "/generate", payload, what, self._deadlines.generate)
@@ -213,16 +230,36 @@ class EngineClient(NativeWeightCalls):
             raise
         if not isinstance(answers, list) or len(answers) != len(prompts):
             raise EngineError(self._url, f"/generate did not answer with a list of {len(prompts)}")
-        return [self._result(a, len(p), routing) for a, p in zip(answers, prompts, strict=True)]
+        results = [await self._result(a, len(p), routing, first) for a, p in zip(answers, prompts, strict=True)]
+        if not routing:
+            return results
+        return [
+            msgspec.structs.replace(r, routing=r.routing[start - first :])
+            for r, start in zip(results, starts, strict=True)
+        ]
 
-    def _result(self, answer: Any, prompt_tokens: int, routing: bool) -> GenerateResult:
-        return result_of(
+    async def _result(self, answer: Any, prompt_tokens: int, routing: bool, start: int) -> GenerateResult:
+        """The checked answer; its routes are decoded, beside the event loop when they are many."""
+        result = result_of(
             answer,
             engine=self._url,
             prompt_tokens=prompt_tokens,
             routing=routing,
+            routing_start=start,
             routing_layers=self._routing_layers,
+            routing_top_k=self._routing_top_k if start else None,
         )
+        if not routing:
+            return result
+        rows = result.routing
+        if isinstance(rows, RoutingRows):
+            try:
+                rows = await beside_loop(rows.nbytes, np.asarray, rows)
+            except InvalidFieldError as error:
+                raise EngineError(self._url, f"routed experts: {error}") from error
+        if start == 0 and len(rows):
+            self._routing_top_k = rows.shape[2]
+        return msgspec.structs.replace(result, routing=rows)
 
     async def _abort_quietly(self, request_id: str) -> None:
         """Abort after a deadline; a failure here must not hide the deadline's error."""

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from miles_contracts import DeadlineExceededError, EngineError, EngineUnavailableError, InvalidFieldError
+from miles_contracts import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    InvalidFieldError,
+    WireError,
+    wire,
+)
 from miles_rollout.engine_identity import SUPPORTED
 from miles_rollout.engine_stream import EventBuffer
 
-_OFF_LOOP_BYTES = 1 << 20
+T = TypeVar("T")
+
+_OFF_LOOP_BYTES = 1 << 18
 """Answers from this size on are decoded in a thread, so that the event loop keeps turning."""
 
 
@@ -75,7 +84,7 @@ class EngineHttp:
             await session.close()
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None, what: str, deadline_s: float) -> Any:
-        """One request. The answer's JSON, or its text when it is not JSON.
+        """One request. The answer's JSON, the value of a wire frame, or the text of anything else.
 
         Args:
             what: what it is for, in words, for errors.
@@ -89,6 +98,8 @@ class EngineHttp:
                     status, content_type = response.status, response.content_type
         if status >= 400:
             raise self._refusal(path, what, status, raw)
+        if content_type == wire.CONTENT_TYPE:
+            return await self._unframed(path, raw)
         if content_type != "application/json":
             return raw.decode(errors="replace")
         return await self._decoded(path, raw, status)
@@ -145,11 +156,15 @@ class EngineHttp:
         except aiohttp.ClientError as error:
             raise EngineUnavailableError(self.url, f"{what}: {type(error).__name__}: {error}") from error
 
+    async def _unframed(self, path: str, raw: bytes) -> Any:
+        try:
+            return await beside_loop(len(raw), wire.decode, raw, Any)
+        except WireError as error:
+            raise EngineError(self.url, f"{path} answered with a damaged frame: {error}") from error
+
     async def _decoded(self, path: str, raw: bytes, status: int) -> Any:
         try:
-            if len(raw) >= _OFF_LOOP_BYTES:
-                return await asyncio.to_thread(msgspec.json.decode, raw)
-            return msgspec.json.decode(raw)
+            return await beside_loop(len(raw), msgspec.json.decode, raw)
         except msgspec.DecodeError as error:
             raise EngineError(self.url, f"{path} answered something that is not JSON: {error}", status) from error
 
@@ -160,6 +175,11 @@ class EngineHttp:
         if status in (502, 503, 504):
             return EngineUnavailableError(self.url, f"{what}: {reason}", status)
         return EngineError(self.url, f"{what}: {reason}", status)
+
+
+async def beside_loop(size: int, decode: Callable[..., T], *args: Any) -> T:
+    """Decode something of `size` bytes, in a thread when that takes long."""
+    return await asyncio.to_thread(decode, *args) if size >= _OFF_LOOP_BYTES else decode(*args)
 
 
 def require_success(engine: str, answer: Any) -> None:

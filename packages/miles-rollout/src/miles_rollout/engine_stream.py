@@ -37,6 +37,7 @@ class StreamingEngine(Protocol):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> AsyncGenerator[PartialResult | GenerateResult, None]:
         """As `Engine.generate`: any number of growing partial results, then the result, which comes last."""
         ...
@@ -49,6 +50,7 @@ async def generate_on(
     *,
     request_id: str,
     routing: bool,
+    routing_start: int = 0,
     on_partial: OnPartial | None,
 ) -> GenerateResult:
     """Sample on one engine; `on_partial` sees the answer grow where the engine can stream.
@@ -56,10 +58,14 @@ async def generate_on(
     Raises: as `Engine.generate`; EngineUnavailableError also for a stream that ends before its answer.
     """
     if on_partial is None or not hasattr(engine, "generate_stream"):
-        return await engine.generate(input_ids, params, request_id=request_id, routing=routing)
+        return await engine.generate(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
     streaming = cast("StreamingEngine", engine)
     async with aclosing(
-        streaming.generate_stream(input_ids, params, request_id=request_id, routing=routing)
+        streaming.generate_stream(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
     ) as results:
         async for result in results:
             if isinstance(result, GenerateResult):

@@ -44,6 +44,11 @@ class RoutingRows:
                 f"{math.prod(shape)} ids of {self.dtype.name} (shape {shape}) were announced",
             )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded array."""
+        return self.shape[0] * self._row_bytes
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -148,6 +148,7 @@ class MemoryEngine:
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         await self._alive()
         self.running += 1

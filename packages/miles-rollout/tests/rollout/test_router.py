@@ -271,9 +271,17 @@ class GrowingEngine(MemoryEngine):
         self.dies = dies
 
     async def generate_stream(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, routing: bool = False
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        routing: bool = False,
+        routing_start: int = 0,
     ) -> AsyncIterator[PartialResult | GenerateResult]:
-        result = await self.generate(input_ids, params, request_id=request_id, routing=routing)
+        result = await self.generate(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
         yield PartialResult(result.output_ids[:1])
         if self.dies:
             raise EngineUnavailableError(self.url, "died")

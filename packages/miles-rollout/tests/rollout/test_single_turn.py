@@ -29,7 +29,7 @@ class Scripted(MemoryEngine):
 
     answer: GenerateResult
 
-    async def generate(self, input_ids, params, *, request_id=None, routing=False) -> GenerateResult:
+    async def generate(self, input_ids, params, *, request_id=None, routing=False, routing_start=0) -> GenerateResult:
         self.served.append((tuple(input_ids), params))
         return self.answer
 

@@ -133,6 +133,7 @@ class ScriptedEngine:
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> GenerateResult:
         self.calls.append((list(input_ids), params))
         reply: Any = self.replies.pop(0) if self.replies else self.default
@@ -157,7 +158,7 @@ class ScriptedEngine:
         if routing and self.experts is not None:
             layers, top_k, experts = self.experts
             fed = np.asarray([*input_ids, *reply][:-1], dtype=np.int64)
-            rows = (fed[:, None, None] + np.arange(layers * top_k).reshape(layers, top_k)) % experts
+            rows = (fed[:, None, None] + np.arange(layers * top_k).reshape(layers, top_k))[routing_start:] % experts
         return GenerateResult(
             output_ids=np.asarray(reply, dtype=np.int32),
             logprobs=np.asarray(logprobs, dtype=np.float32),

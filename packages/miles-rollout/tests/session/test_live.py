@@ -42,8 +42,11 @@ class GrowingEngine(ScriptedEngine):
         *,
         request_id: str | None = None,
         routing: bool = False,
+        routing_start: int = 0,
     ) -> AsyncIterator[PartialResult | GenerateResult]:
-        result = await self.generate(input_ids, params, request_id=request_id, routing=routing)
+        result = await self.generate(
+            input_ids, params, request_id=request_id, routing=routing, routing_start=routing_start
+        )
         for count in range(1, len(result.output_ids) + 1):
             if count > self.pause_at:
                 await self.more.wait()

@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from miles_contracts import RoutingTrace, narrowest_dtype
 from miles_rollout.engine.routes import dtype_name
 from miles_rollout.engine.sequence import Sequence
 
 
-def generate_answer(
-    sequence: Sequence, text: str, *, logprobs: bool, routes: str, weight_version: str
-) -> dict[str, Any]:
-    """One answer: `text`, `output_ids` and `meta_info`.
+def generate_answer(sequence: Sequence, text: str, *, logprobs: bool, weight_version: str) -> dict[str, Any]:
+    """One answer without its routes: `text`, `output_ids` and `meta_info`.
 
     Args:
-        routes: "" for none, `int32` or `narrow` (see `GenerateCall`).
         weight_version: the engine's present version, named when no token was sampled.
     """
     ids = sequence.output_ids
@@ -40,21 +38,31 @@ def generate_answer(
             values = [None, *known] if first == 0 else known
             prompt = sequence.tokens[first : sequence.prompt_length].tolist()
             meta["input_token_logprobs"] = [(p, t, None) for p, t in zip(values, prompt, strict=False)]
-    if routes:
-        meta.update(_routes(sequence, routes))
     return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-def _routes(sequence: Sequence, form: str) -> dict[str, Any]:
-    """Rows of all tokens but the last; fewer, and said so, when the sequence ended before they were fed."""
-    rows = sequence.length - 1
+def add_routes(answer: dict[str, Any], sequence: Sequence, form: str, start: int, num_experts: int) -> None:
+    """Put the expert choices of a finished sequence into its answer. Copies megabytes: not for the event loop.
+
+    The rows are those of tokens `start` .. but the last; fewer, and said so, when the sequence ended before they
+    were fed.
+
+    Args:
+        form: `int32`, `narrow` or `bits` (see `GenerateCall`).
+        start: rows before it are left out.
+        num_experts: experts per layer.
+    """
+    meta = answer["meta_info"]
+    end = min(sequence.length - 1, sequence.routed)
     table = sequence.routes
-    ids = np.empty((0, 0, 0), dtype=np.uint8) if table is None else table[: min(rows, sequence.routed)]
+    ids = np.empty((0, 0, 0), narrowest_dtype(num_experts)) if table is None else table[start : max(end, start)]
     if form == "int32":
-        return {"routed_experts": base64.b64encode(ids.astype("<i4").tobytes()).decode()}
-    packed = {
-        "dtype": dtype_name(ids.dtype),
-        "shape": list(ids.shape),
-        "data": base64.b64encode(np.ascontiguousarray(ids).data).decode(),
-    }
-    return {"routed_experts_packed": packed}
+        meta["routed_experts"] = base64.b64encode(ids.astype("<i4").tobytes()).decode()
+    elif form == "narrow":
+        meta["routed_experts_packed"] = {
+            "dtype": dtype_name(ids.dtype),
+            "shape": list(ids.shape),
+            "data": base64.b64encode(np.ascontiguousarray(ids).data).decode(),
+        }
+    else:
+        meta["routed_experts_trace"] = RoutingTrace(expert_ids=ids, num_experts=num_experts)

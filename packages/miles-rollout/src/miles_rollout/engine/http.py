@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from miles_contracts import InvalidFieldError, MilesError, WeightUpdateError
+from miles_contracts import InvalidFieldError, MilesError, WeightUpdateError, wire
 
 _log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -18,6 +18,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def json_response(body: Any, status: int = 200) -> web.Response:
     """A JSON answer."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def frame_response(body: Any) -> web.Response:
+    """A binary answer: one wire frame (`miles_contracts.wire`), so that arrays need no base64."""
+    return web.Response(body=wire.encode(body), content_type=wire.CONTENT_TYPE)
 
 
 def refusal(error: Exception, status: int) -> web.Response:

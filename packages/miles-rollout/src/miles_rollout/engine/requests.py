@@ -56,6 +56,7 @@ _BODY_FIELDS = (
     "return_text_in_logprobs",
     "return_routed_experts",
     "routed_experts_format",
+    "routed_experts_start_len",
     "stream",
 )
 
@@ -77,13 +78,16 @@ class GenerateCall:
 
     Attributes:
         batched: the caller gave lists and gets a list.
-        routes: "" for none, `int32` (SGLang's form) or `narrow` (the narrowest dtype, declared).
+        routes: "" for none, `int32` (SGLang's form), `narrow` (the narrowest dtype, declared) or `bits` (packed,
+            in a binary answer).
+        routes_start: rows before this one are left out of the answer.
     """
 
     sequences: list[Sequence]
     batched: bool
     logprobs: bool
     routes: str
+    routes_start: int
     stream: bool
 
 
@@ -112,8 +116,10 @@ def parse_generate(body: Any, limits: RequestLimits, codec: TextCodec, fresh_see
     if start is None:
         start = -1
     _require_int("logprob_start_len", start, -1, limits.context_length)
-    routes = _routes(body, limits)
     stream = _flag(body, "stream")
+    routes = _routes(body, limits, stream)
+    routes_start = 0 if body.get("routed_experts_start_len") is None else body["routed_experts_start_len"]
+    _require_int("routed_experts_start_len", routes_start, 0, min(map(len, prompts)))
     if stream and batched:
         raise InvalidFieldError("stream", True, "stream one prompt a request")
     sequences = []
@@ -133,7 +139,14 @@ def parse_generate(body: Any, limits: RequestLimits, codec: TextCodec, fresh_see
                 first_logprob=start if logprobs and 0 <= start < len(prompt) else -1,
             )
         )
-    return GenerateCall(sequences=sequences, batched=batched, logprobs=logprobs, routes=routes, stream=stream)
+    return GenerateCall(
+        sequences=sequences,
+        batched=batched,
+        logprobs=logprobs,
+        routes=routes,
+        routes_start=routes_start,
+        stream=stream,
+    )
 
 
 def parse_sampling(
@@ -238,14 +251,16 @@ def _request_ids(rid: Any, count: int, batched: bool) -> list[str]:
     return list(rids)
 
 
-def _routes(body: dict[str, Any], limits: RequestLimits) -> str:
+def _routes(body: dict[str, Any], limits: RequestLimits, stream: bool) -> str:
     if not _flag(body, "return_routed_experts"):
         return ""
     if not limits.has_routes:
         raise InvalidFieldError("return_routed_experts", True, "this model has no mixture-of-experts layers")
     form = body.get("routed_experts_format") or "int32"
-    if form not in ("int32", "narrow"):
-        raise InvalidFieldError("routed_experts_format", form, "use int32 or narrow")
+    if form not in ("int32", "narrow", "bits"):
+        raise InvalidFieldError("routed_experts_format", form, "use int32, narrow or bits")
+    if form == "bits" and stream:
+        raise InvalidFieldError("routed_experts_format", form, "a stream of events is text; use narrow")
     return str(form)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from miles_contracts import InvalidFieldError, PauseMode
-from miles_rollout.engine.answers import generate_answer
+from miles_contracts import InvalidFieldError, PauseMode, WeightGroupFactory
+from miles_rollout.engine.answers import add_routes, generate_answer
 from miles_rollout.engine.config import EngineConfig
 from miles_rollout.engine.core import EngineCore
-from miles_rollout.engine.http import errors_as_answers, json_response, read_body, refusal
+from miles_rollout.engine.http import errors_as_answers, frame_response, json_response, read_body, refusal
 from miles_rollout.engine.requests import GenerateCall, parse_generate
 from miles_rollout.engine.rng import SeedSource
 from miles_rollout.engine.sequence import Sequence, State
@@ -90,7 +90,21 @@ class EngineServer:
         if call.stream:
             return await self._stream(request, call)
         answers = await self._complete(call)
-        return json_response(answers if call.batched else answers[0])
+        if not call.routes:
+            return json_response(answers if call.batched else answers[0])
+        # Routes are megabytes: they are packed and the answer is encoded beside the event loop.
+        return await asyncio.to_thread(self._routed_response, call, answers)
+
+    def _routed_response(self, call: GenerateCall, answers: list[dict[str, Any]]) -> web.Response:
+        for answer, sequence in zip(answers, call.sequences, strict=True):
+            self._add_routes(call, answer, sequence)
+        respond = frame_response if call.routes == "bits" else json_response
+        return respond(answers if call.batched else answers[0])
+
+    def _add_routes(self, call: GenerateCall, answer: dict[str, Any], sequence: Sequence) -> None:
+        recorder = self.core.loaded.routes
+        assert recorder is not None  # a request for the routes of a dense model was refused
+        add_routes(answer, sequence, call.routes, call.routes_start, recorder.num_experts)
 
     async def _complete(self, call: GenerateCall) -> list[dict[str, Any]]:
         for sequence in call.sequences:
@@ -116,14 +130,9 @@ class EngineServer:
         if left:
             self.core.post(lambda: [self.core.abort(rid, "the caller went away") for rid in left])
 
-    def _answer(self, call: GenerateCall, sequence: Sequence, *, partial: bool = False) -> dict[str, Any]:
-        return generate_answer(
-            sequence,
-            self.core.codec.output_text(sequence),
-            logprobs=call.logprobs,
-            routes="" if partial else call.routes,
-            weight_version=self.core.weight_version,
-        )
+    def _answer(self, call: GenerateCall, sequence: Sequence) -> dict[str, Any]:
+        text = self.core.codec.output_text(sequence)
+        return generate_answer(sequence, text, logprobs=call.logprobs, weight_version=self.core.weight_version)
 
     async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
         """Server-sent events, each with all tokens so far (as SGLang does), closed by `[DONE]`.
@@ -147,7 +156,7 @@ class EngineServer:
                 if not done and count - sent < max(1, sent // _STREAM_PARTS):
                     continue
                 answer = (
-                    await self.on_model(lambda: self._answer(call, sequence, partial=True))
+                    await self.on_model(lambda: self._answer(call, sequence))
                     if not done
                     else self._answer(call, sequence)
                 )
@@ -159,6 +168,8 @@ class EngineServer:
         finally:
             self._forget(call.sequences)
 
+                if done and call.routes:
+                    await asyncio.to_thread(self._add_routes, call, answer, sequence)
     async def abort_request(self, request: web.Request) -> web.Response:
         """POST /abort_request {rid | abort_all}."""
         body = await read_body(request)

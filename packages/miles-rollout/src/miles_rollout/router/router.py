@@ -161,6 +161,7 @@ class Router:
         routing: bool = False,
         on_partial: OnPartial | None = None,
     ) -> GenerateResult:
+        routing_start: int = 0,
         """Sample after `input_ids` on the engine of session `key`.
 
         With `on_partial` the answer is shown while it grows, where the engine can. Once that says that something
@@ -176,7 +177,7 @@ class Router:
         for issue in range(1 + self._config.max_reissues):
             name = await self._place(key, tokens, avoid)
             try:
-                result = await self._turn(name, input_ids, params, routing, watch)
+                result = await self._turn(name, input_ids, params, routing, routing_start, watch)
             except DeadlineExceededError as error:
                 # Not issued again: the turn may just be long. An engine that only ever hangs is struck out.
                 self._strike(name, str(error))
@@ -229,12 +230,26 @@ class Router:
             ) from error
 
     async def _turn(
-        self, name: str, input_ids: Sequence[int], params: SamplingParams, routing: bool, watch: _Watch | None
+        self,
+        name: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        routing: bool,
+        routing_start: int,
+        watch: _Watch | None,
     ) -> GenerateResult:
         """One issue of a turn, given up as soon as its engine is lost or the caller no longer wants it."""
         engine, request_id = self._engines[name], uuid.uuid4().hex
         turn = asyncio.ensure_future(
-            generate_on(engine, input_ids, params, request_id=request_id, routing=routing, on_partial=watch)
+            generate_on(
+                engine,
+                input_ids,
+                params,
+                request_id=request_id,
+                routing=routing,
+                routing_start=routing_start,
+                on_partial=watch,
+            )
         )
         lost = asyncio.ensure_future(self._lost[name].wait())
         try:

@@ -363,6 +363,8 @@ class SessionService:
         params = fit_context(params, len(prompt), self.config.max_context_tokens)
         name = f"{session.id[:8]}-{secrets.token_hex(8)}"
         started = self._clock()
+        # Earlier turns hold the rows of all tokens that were fed then, all but the last of those stored.
+        first_row = max(stored - 1, 0)
         try:
             result = await call(
                 self._sampler,
@@ -371,6 +373,7 @@ class SessionService:
                 params,
                 request_id=name,
                 routing=self.config.record_routing,
+                routing_start=first_row,
                 timeout_s=self.config.engine_timeout_s,
                 on_partial=on_partial,
             )
@@ -383,13 +386,13 @@ class SessionService:
             sampled = check(
                 result,
                 prompt_tokens=len(prompt),
-                stored_tokens=stored,
                 budget=params.max_new_tokens,
                 stop_token_ids=frozenset(params.stop_token_ids),
                 request_id=name,
                 vocab_size=self._renderer.vocab_size,
                 routing=self.config.record_routing,
                 num_experts=self.config.num_experts,
+                routing_start=first_row,
             )
             if name in session.records:
                 raise UpstreamError(f"engine answer: request id {name!r} was used before in this session")

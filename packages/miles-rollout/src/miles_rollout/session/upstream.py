@@ -15,7 +15,6 @@ from miles_contracts import (
     EngineError,
     EngineUnavailableError,
     GenerateResult,
-    InvalidFieldError,
     SamplingParams,
     VersionSpan,
     narrowest_dtype,
@@ -42,6 +41,7 @@ class Sampler(Protocol):
         *,
         request_id: str,
         routing: bool,
+        routing_start: int = 0,
         on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """Sample after a prompt.
@@ -52,6 +52,7 @@ class Sampler(Protocol):
             params: how to sample.
             request_id: a fresh name for the request.
             routing: record expert choices.
+            routing_start: leave out those of the first so many tokens, which the session has.
             on_partial: is shown the ids while they are sampled, if that can be done at all.
         """
         ...
@@ -76,12 +77,19 @@ class EngineSampler:
         *,
         request_id: str,
         routing: bool,
+        routing_start: int = 0,
         on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """See `Sampler.generate`."""
         try:
             return await generate_on(
-                self._engine, input_ids, params, request_id=request_id, routing=routing, on_partial=on_partial
+                self._engine,
+                input_ids,
+                params,
+                request_id=request_id,
+                routing=routing,
+                routing_start=routing_start,
+                on_partial=on_partial,
             )
         except asyncio.CancelledError:
             task = asyncio.create_task(self._abort(request_id), name=f"abort-{request_id}")
@@ -112,10 +120,13 @@ class RouterSampler:
         *,
         request_id: str,
         routing: bool,
+        routing_start: int = 0,
         on_partial: OnPartial | None = None,
     ) -> GenerateResult:
         """See `Sampler.generate`; the router names the request itself, anew for every engine it tries."""
-        return await self._router.generate(key, input_ids, params, routing=routing, on_partial=on_partial)
+        return await self._router.generate(
+            key, input_ids, params, routing=routing, routing_start=routing_start, on_partial=on_partial
+        )
 
     def forget(self, key: str) -> None:
         """Free the session's place."""
@@ -130,6 +141,7 @@ async def call(
     *,
     request_id: str,
     routing: bool,
+    routing_start: int = 0,
     timeout_s: float,
     on_partial: OnPartial | None = None,
 ) -> GenerateResult:
@@ -143,7 +155,13 @@ async def call(
     try:
         async with asyncio.timeout(timeout_s):
             return await sampler.generate(
-                key, input_ids, params, request_id=request_id, routing=routing, on_partial=on_partial
+                key,
+                input_ids,
+                params,
+                request_id=request_id,
+                routing=routing,
+                routing_start=routing_start,
+                on_partial=on_partial,
             )
     except EngineUnavailableError as error:
         raise UpstreamUnavailableError(f"{error}; the session is unchanged, send the request again") from error
@@ -160,13 +178,13 @@ def check(
     result: GenerateResult,
     *,
     prompt_tokens: int,
-    stored_tokens: int,
     budget: int,
     stop_token_ids: frozenset[int],
     request_id: str,
     vocab_size: int | None,
     routing: bool,
     num_experts: int | None,
+    routing_start: int = 0,
 ) -> Generation:
     """Turn an engine's answer into a generation.
 
@@ -176,13 +194,13 @@ def check(
     Args:
         result: the answer.
         prompt_tokens: length of the prompt.
-        stored_tokens: its part that earlier turns hold, routing included.
         budget: most tokens that were asked for.
         stop_token_ids: tokens that end a turn.
         request_id: name of the request.
         vocab_size: ids are below it, None when not known.
         routing: expert choices were asked for.
         num_experts: experts a layer, None when not known.
+        routing_start: those of the first so many tokens were not asked for.
 
     Raises:
         UpstreamUnavailableError: the engine aborted the request.
@@ -200,7 +218,6 @@ def check(
         raise UpstreamError(f"engine answer: {n} tokens sampled, at most {budget} were asked for")
     if n and (int(ids.min()) < 0 or (vocab_size is not None and int(ids.max()) >= vocab_size)):
         raise UpstreamError(f"engine answer: token ids in [{ids.min()}, {ids.max()}] leave [0, {vocab_size})")
-    first_row = max(stored_tokens - 1, 0)
     whole = n == budget and not (n and int(ids[-1]) in stop_token_ids)
     truncated = result.finish_reason == "length" or whole
     return Generation(
@@ -210,7 +227,9 @@ def check(
         finish_reason="length" if truncated else "stop",
         truncated=truncated,
         cached_tokens=result.cached_tokens,
-        routing=_routing(result.routing, prompt_tokens + n - 1, first_row, num_experts) if routing else None,
+        routing=_routing(result.routing, max(prompt_tokens + n - 1 - routing_start, 0), num_experts)
+        if routing
+        else None,
         request_id=request_id,
     )
 
@@ -249,19 +268,16 @@ def _spans(spans: tuple[VersionSpan, ...], n: int) -> tuple[VersionSpan, ...]:
     raise UpstreamError(f"engine answer: weight versions of {edges} do not cover the {n} sampled tokens")
 
 
-def _routing(rows: Any, want: int, first: int, num_experts: int | None) -> NDArray[Any]:
-    """The rows from `first` on, copied, in the narrowest dtype; the rows before belong to earlier turns."""
+def _routing(rows: Any, want: int, num_experts: int | None) -> NDArray[Any]:
+    """The rows, copied, in the narrowest dtype."""
     if rows is None:
         raise UpstreamError("engine answer: no routing, although it was asked for")
     shape = tuple(getattr(rows, "shape", ()))
     if len(shape) != 3 or shape[0] != want:
         raise UpstreamError(
-            f"engine answer: routing has shape {shape}, not [{want} (prompt + sampled - 1), layers, top_k]"
+            f"engine answer: routing has shape {shape}, not [{want} (tokens fed for the first time), layers, top_k]"
         )
-    try:
-        array = np.asarray(rows[first:])
-    except InvalidFieldError as error:
-        raise UpstreamError(f"engine answer: {error}") from error
+    array = np.asarray(rows)
     if not np.issubdtype(array.dtype, np.integer):
         raise UpstreamError(f"engine answer: routing has dtype {array.dtype}, not int")
     if num_experts is None:
