@@ -216,6 +216,29 @@ async def test_routes_in_sglangs_form_need_the_number_of_layers(fake: Fake) -> N
         await client.generate([1], PARAMS, routing=True)
 
 
+async def test_an_engine_that_ignores_the_first_row_is_noticed(fake: Fake) -> None:
+    """SGLang's buffer has no shape: rows nobody asked for would read as more experts a token."""
+    import base64
+
+    ids = np.arange(4 * 3 * 2, dtype="<i4")  # [1, 2, 3] and two sampled tokens: four rows, top-2
+    answer = good_answer(routed_experts=base64.b64encode(ids.tobytes()).decode())
+    client = await fake({"/generate": answer}, routing_layers=3)
+    assert (await client.generate([1, 2, 3], PARAMS, routing=True)).routing.shape == (4, 3, 2)
+    with pytest.raises(EngineError, match="not those of 2 fed tokens in 3 layers with top-2"):
+        await client.generate([1, 2, 3], PARAMS, routing=True, routing_start=2)
+
+
+async def test_damaged_routes_are_the_engines_error(fake: Fake) -> None:
+    packed = {"dtype": "|u1", "shape": [2, 1, 3], "data": "AAEC*wQF"}
+    client = await fake({"/generate": good_answer(routed_experts_packed=packed)})
+    with pytest.raises(EngineError, match="routed experts: .*not base64"):
+        await client.generate([1], PARAMS, routing=True)
+    packed = {"dtype": "|u1", "shape": [2, 1, 3], "data": "AAEC"}
+    client = await fake({"/generate": good_answer(routed_experts_packed=packed)})
+    with pytest.raises(EngineError, match="were announced"):
+        await client.generate([1], PARAMS, routing=True)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(InvalidFieldError, match=r"EngineClient\.url"):
         EngineClient("localhost:30000")

@@ -15,7 +15,8 @@ from engine_models import make_model
 from engine_serving import until
 from engine_weights import plan_update, write_buckets
 
-from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams
+from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams, wire
+from miles_rollout.engine.sequence import Sampling, Sequence
 
 FAMILIES = ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
 PROMPT = list(range(3, 33))
@@ -125,3 +126,103 @@ async def test_rows_stay_with_the_pass_that_sampled(models, serve, tmp_path: Pat
     assert agreement(result.routing[:old_rows], new[:old_rows]) < 0.9
     if mode is PauseMode.RETRACT:
         assert agreement(result.routing[old_rows:], new[old_rows:]) == 1.0
+    # Who comes later and finds the prompt in the cache gets the rows of the weights that filled the cache.
+    later = await engine.client.generate([*PROMPT, 7], SamplingParams(max_new_tokens=2), routing=True)
+    assert (later.cached_tokens or 0) >= (len(PROMPT) if mode is PauseMode.RETRACT else 0)
+    fresh = routers_choices(make_model("qwen3_moe", 1), [*PROMPT, 7, *later.output_ids.tolist()])
+    assert agreement(later.routing, fresh) == 1.0
+
+
+async def test_only_the_rows_that_are_asked_for(models, serve) -> None:
+    """A session's later turns ask from the last token that was not fed before; the prefix cache gives the rest."""
+    engine = await serve(models("qwen3_moe"))
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    whole = await engine.client.generate(PROMPT, params, routing=True)
+    for start in (0, 1, len(PROMPT) - 1, len(PROMPT)):
+        part = await engine.client.generate(PROMPT, params, routing=True, routing_start=start)
+        assert np.array_equal(part.routing, whole.routing[start:])
+    turn = [*PROMPT, *whole.output_ids.tolist(), 40, 41]
+    start = len(whole.routing)
+    rest = await engine.client.generate(turn, params, routing=True, routing_start=start)
+    tokens = [*turn, *rest.output_ids.tolist()]
+    joined = np.concatenate([whole.routing, rest.routing])
+    assert agreement(joined, routers_choices(make_model("qwen3_moe"), tokens)) == 1.0
+    # nothing new at all: the prompt is computed, no token is sampled
+    nothing = await engine.client.generate(PROMPT, SamplingParams(max_new_tokens=1), routing=True, routing_start=30)
+    assert len(nothing.routing) == 0
+
+
+async def test_a_batch_has_one_start_for_each_prompt(models, serve) -> None:
+    engine = await serve(models("qwen3_moe"))
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    prompts, starts = [PROMPT, PROMPT[:9], PROMPT[:20]], [29, 4, 0]
+    together = await engine.client.generate_batch(
+        prompts, [params] * 3, request_ids=["a", "b", "c"], routing=True, routing_starts=starts
+    )
+    for prompt, start, result in zip(prompts, starts, together, strict=True):
+        alone = await engine.client.generate(prompt, params, routing=True, routing_start=start)
+        assert np.array_equal(result.routing, alone.routing)
+        assert len(result.routing) == len(prompt) + 3 - start
+
+
+async def test_streams_end_with_the_rows_that_are_asked_for(models, serve) -> None:
+    engine = await serve(models("qwen3_moe"))
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    whole = await engine.client.generate(PROMPT, params, routing=True)
+    *_, last = [r async for r in engine.client.generate_stream(PROMPT, params, routing=True, routing_start=20)]
+    assert np.array_equal(last.routing, whole.routing[20:])
+
+
+async def test_the_binary_answer_is_a_frame_with_packed_routes(models, serve) -> None:
+    engine = await serve(models("qwen3_moe"))
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "return_routed_experts": True,
+    }
+    _, plain = await engine.post("/generate", body)
+    async with engine.http.post(engine.url + "/generate", json={**body, "routed_experts_format": "bits"}) as response:
+        assert response.content_type == wire.CONTENT_TYPE
+        frame = wire.decode(await response.read(), dict)
+    trace = frame["meta_info"].pop("routed_experts_trace")
+    flat = np.frombuffer(base64.b64decode(plain["meta_info"].pop("routed_experts")), dtype="<i4")
+    assert np.array_equal(trace.expert_ids, flat.reshape(35, 3, 2))
+    assert trace.num_experts == 8
+    for answer in (frame, plain):
+        answer["meta_info"].pop("id")
+        answer["meta_info"].pop("cached_tokens")
+        answer["meta_info"]["output_token_logprobs"] = [t[1] for t in answer["meta_info"]["output_token_logprobs"]]
+    assert frame == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"routed_experts_start_len": -1}, "routed_experts_start_len"),
+        ({"routed_experts_start_len": 31}, "routed_experts_start_len"),
+        ({"routed_experts_start_len": 1.5}, "routed_experts_start_len"),
+        ({"routed_experts_format": "gzip"}, "routed_experts_format"),
+        ({"routed_experts_format": "bits", "stream": True}, "routed_experts_format"),
+    ],
+)
+async def test_bad_routing_fields_are_refused(models, serve, fields: dict[str, Any], field: str) -> None:
+    engine = await serve(models("qwen3_moe"))
+    status, answer = await engine.post("/generate", {"input_ids": PROMPT, "return_routed_experts": True, **fields})
+    assert (status, answer["field"]) == (400, field)
+
+
+def test_rows_behind_a_gap_are_not_kept() -> None:
+    """Rather fewer rows, which everybody refuses, than rows of other tokens."""
+    sequence = Sequence(
+        id="a", tokens=np.arange(20, dtype=np.int32), prompt_length=12, sampling=Sampling(max_new_tokens=8, seed=0)
+    )
+    rows = np.arange(12, dtype=np.uint8).reshape(12, 1, 1)
+    sequence.record_routes(3, rows[3:6])
+    assert (sequence.routed, sequence.rows_to_share(3)) == (0, None)
+    sequence.record_routes(0, rows[:5])
+    sequence.record_routes(3, rows[3:9])
+    sequence.record_routes(10, rows[10:])
+    assert sequence.routed == 9
+    assert sequence.routes is not None
+    assert np.array_equal(sequence.routes[:9], rows[:9])

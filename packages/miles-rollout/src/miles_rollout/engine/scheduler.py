@@ -243,10 +243,11 @@ class Scheduler:
                 self.tree.unlock(node)
             return None
         sequence.row = self.table.take_row()
+        sequence.feed_again()
         if self.sharing:
             self.table.slots[sequence.row, :matched] = self.tree.collect(node)
             sequence.node, sequence.owned, sequence.held = node, matched, matched
-            if matched > sequence.routed:
+            if matched > 0:
                 routes = self.tree.collect_routes(node)
                 if routes is not None:
                     sequence.record_routes(0, routes)
@@ -275,8 +276,7 @@ class Scheduler:
             return
         row = self.table.slots[sequence.row]
         done = sequence.computed
-        routes = sequence.routes[:done] if sequence.routes is not None and sequence.routed >= done else None
-        node, present = self.tree.insert(sequence.tokens[:done], row[:done], routes)
+        node, present = self.tree.insert(sequence.tokens[:done], row[:done], sequence.rows_to_share(done))
         if present > sequence.owned:
             mine = row[sequence.owned : present].copy()
             theirs = self.tree.collect(node)[sequence.owned : present]

@@ -76,7 +76,9 @@ class Sequence:
         clean: everything computed so far was computed under the present weights.
         node: the locked end of the part that the prefix tree owns; `owned` tokens lead to it.
         held: leading tokens that have a slot.
-        routes: expert ids [fed, layers, top_k]; the first time a token is fed decides its row.
+        routes: expert ids [fed, layers, top_k]; the first time a token is fed decides its row. `routed` are known.
+        cache_routes: the rows of the pass that computed the present keys and values, which the prefix cache hands
+            on with them; None while they are those of `routes`, that is until the sequence is fed a second time.
         native_cache: the model's own cache object, when the model does not run on slots.
     """
 
@@ -102,6 +104,7 @@ class Sequence:
     prompt_logprobs: list[float] = field(default_factory=list)
     versions: list[list[Any]] = field(default_factory=list)
     routes: NDArray[Any] | None = None
+    cache_routes: NDArray[Any] | None = None
     routed: int = 0
     finish: Finish | None = None
     waits_for: tuple[Sequence, int] | None = None
@@ -148,16 +151,30 @@ class Sequence:
         elif new >= self.sampling.max_new_tokens:
             self.finish = Finish("length", new)
 
+    def feed_again(self) -> None:
+        """After a retraction all tokens are fed anew, perhaps under other weights."""
+        if self.routes is not None:
+            self.cache_routes = np.empty_like(self.routes)
+
     def record_routes(self, start: int, rows: NDArray[Any]) -> None:
-        """Keep the expert ids of tokens `start` .. of which the first `routed` are known already.
+        """Keep the expert ids of tokens `start` .., of which the first `routed` are known already.
 
         A token that is fed again (after a retraction) keeps the row of the first time: that is the one whose
-        logits sampled its successors.
+        logits sampled its successors. Rows behind a gap are not kept: the answer then has fewer rows than tokens
+        were fed, which whoever asked for them refuses.
         """
+        if self.cache_routes is not None:
+            self.cache_routes[start : start + len(rows)] = rows
         fresh = rows[self.routed - start :]
-        if len(fresh) == 0:
+        if start > self.routed or len(fresh) == 0:
             return
         if self.routes is None:
             self.routes = np.empty((len(self.tokens), *rows.shape[1:]), dtype=rows.dtype)
         self.routes[self.routed : self.routed + len(fresh)] = fresh
         self.routed += len(fresh)
+
+    def rows_to_share(self, count: int) -> NDArray[Any] | None:
+        """Rows of the first `count` tokens as the keys and values in the cache were computed; None when not known."""
+        if self.routes is None or self.routed < count:
+            return None
+        return (self.routes if self.cache_routes is None else self.cache_routes)[:count]
