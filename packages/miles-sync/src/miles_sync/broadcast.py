@@ -6,7 +6,8 @@
     verify                    | put 0  | put 1     verifying a bucket overlaps receiving the next
 
 Metadata goes through the control plane, so a receiver enters a collective only after it has been told what comes and
-in which group; a receiver that is gone makes the control plane fail, not the collective hang unseen.
+in which group; a receiver that is gone makes the control plane fail, not the collective hang unseen. Groups and
+buffers are those of SGLang's `/init_weights_update_group` and `flattened_bucket`, so that its servers can be receivers.
 """
 
 from __future__ import annotations
@@ -16,43 +17,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
-from miles_contracts import InvalidFieldError, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
+from miles_contracts import InvalidFieldError, WeightManifest, WeightUpdateError
 from miles_sync.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from miles_sync.export import CheckedExport
 from miles_sync.filling import fill_bucket
 from miles_sync.group import Group, Lane, Meeting
+from miles_sync.messages import BroadcastBucket, GroupOffer
 from miles_sync.staging import Receiver
 from miles_sync.tensors import Bytes
 
 SENDER_RANK = 0
-
-
-class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast_bucket"):
-    """What the next collective brings.
-
-    Attributes:
-        group: name of the group; a receiver joins it when it is new.
-        host, port: the meeting point of the group.
-        receivers: names of the receivers; the i-th has rank i + 1.
-        num_bytes: length of the collective's buffer.
-        tensors: what lies where in it.
-        update_id, index, part_of, part_start: as in `ShmBucket`.
-    """
-
-    group: str
-    host: str
-    port: int
-    receivers: tuple[str, ...]
-    num_bytes: int
-    tensors: tuple[ShmTensor, ...]
-    update_id: str
-    index: int
-    part_of: TensorSpec | None = None
-    part_start: int = 0
 
 
 class BroadcastSender:
@@ -65,6 +42,7 @@ class BroadcastSender:
         backend: `gloo`, or `nccl` with buffers on `device`.
         device: where the collective's buffers live.
         digests: whether specs carry digests.
+        split: False keeps a tensor larger than a bucket whole, which SGLang needs.
     """
 
     def __init__(
@@ -76,20 +54,25 @@ class BroadcastSender:
         backend: str = "gloo",
         device: str = "cpu",
         digests: bool = True,
+        split: bool = True,
     ) -> None:
         plan_buckets((), bucket_bytes)
         self._meeting, self._backend, self._device = meeting, backend, device
-        self._bucket_bytes, self._digests = bucket_bytes, digests
+        self._bucket_bytes, self._digests, self._split = bucket_bytes, digests, split
         self._receivers: tuple[str, ...] = ()
         self._group: Future[Group] | None = None
         self._group_name = ""
         self._lane = Lane("broadcast")
         self._buffers: list[Bytes] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
         self._sending: list[Future[None] | None] = [None, None]
-        self.set_receivers(receivers)
+        if receivers:
+            self.set_receivers(receivers)
 
-    def set_receivers(self, receivers: Sequence[str]) -> None:
-        """To be called when an engine has joined, left or been restarted: the next update opens a new group.
+    def set_receivers(self, receivers: Sequence[str]) -> GroupOffer:
+        """To be called when an engine has joined, left or been restarted: opens a new group and waits in it.
+
+        Returns:
+            The group; this returns before anybody has joined it.
 
         Raises:
             InvalidFieldError: no receivers, or one twice.
@@ -98,6 +81,7 @@ class BroadcastSender:
             raise InvalidFieldError("receivers", list(receivers), "name at least one, each once")
         self._receivers = tuple(receivers)
         self._abandon()
+        return self._open()
 
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
@@ -107,8 +91,11 @@ class BroadcastSender:
         Raises:
             WeightUpdateError: the tensors are not the manifest's, or a collective failed.
         """
+        if not self._receivers:
+            raise WeightUpdateError("no receiver has been named yet")
         export = CheckedExport(tensors, manifest)
-        for bucket in plan_buckets(manifest.tensors, self._bucket_bytes):
+        plan = plan_buckets(manifest.tensors, self._bucket_bytes, packed=True, split=self._split)
+        for bucket in plan:
             slot = bucket.index % 2
             self._finish(slot)
             if len(self._buffers[slot]) < bucket.num_bytes:
@@ -127,6 +114,7 @@ class BroadcastSender:
                 index=bucket.index,
                 part_of=part_of,
                 part_start=part_start,
+                last=bucket is plan[-1],
             )
         export.finish()
         self._finish(0)
@@ -136,8 +124,9 @@ class BroadcastSender:
         """Buffers are guarded by their collectives: nothing to do."""
 
     def release(self, update_id: str) -> None:
-        """The update is over; a group that still waits for somebody is given up."""
-        if any(future is not None and not future.done() for future in self._sending):
+        """The update is over; a group that still waits for somebody, or that somebody has left, is given up."""
+        started = [future for future in self._sending if future is not None]
+        if any(not future.done() or future.exception() is not None for future in started):
             self._abandon()
 
     def close(self) -> None:
@@ -145,16 +134,33 @@ class BroadcastSender:
         self._abandon()
         self._lane.close()
 
+    def _open(self) -> GroupOffer:
+        name, size = f"weights-{secrets.token_hex(6)}", len(self._receivers) + 1
+        self._group_name = name
+        self._group = self._lane.submit(lambda: self._meeting.open(name, SENDER_RANK, size, self._backend))
+        return GroupOffer(
+            group=name,
+            host=self._meeting.host,
+            port=self._meeting.port,
+            size=size,
+            backend=self._backend,
+            timeout_s=self._meeting.timeout_s,
+        )
+
     def _start(self, slot: int, memory: Bytes) -> None:
         if self._group is None:
-            self._group_name = f"weights-{secrets.token_hex(6)}"
-            name, size = self._group_name, len(self._receivers) + 1
-            self._group = self._lane.submit(lambda: self._meeting.open(name, SENDER_RANK, size, self._backend))
-        group = self._group
+            self._open()
+        opened = self._group
+        assert opened is not None
 
         def collective() -> None:
-            tensor = torch.from_numpy(memory)
-            group.result(0).broadcast(tensor if self._device == "cpu" else tensor.to(self._device), SENDER_RANK)
+            group, tensor = opened.result(0), torch.from_numpy(memory)
+            try:
+                group.broadcast(tensor if self._device == "cpu" else tensor.to(self._device), SENDER_RANK)
+            except RuntimeError:
+                # Somebody is gone. The others must not wait for what will not come.
+                group.close()
+                raise
 
         self._sending[slot] = self._lane.submit(collective)
 
@@ -237,7 +243,7 @@ class BroadcastReceiver(Receiver):
                 staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
 
         self._verifying = self._verifier.submit(verify)
-        if bucket.tensors[-1].spec.name == staging.manifest.tensors[-1].name:
+        if bucket.last:
             self._settle()
 
     def commit(self, update_id: str) -> None:

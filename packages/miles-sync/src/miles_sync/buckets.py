@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from miles_contracts import InvalidFieldError, TensorSpec
+from miles_contracts import DTYPE_BYTES, InvalidFieldError, TensorSpec
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype or vector load."""
@@ -28,7 +28,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         spec: the whole tensor.
         start: first byte of the piece in the contiguous tensor.
         num_bytes: length of the piece.
-        offset: where it lies in the bucket, a multiple of `ALIGNMENT`.
+        offset: where it lies in the bucket, a multiple of the alignment that was planned with.
     """
 
     spec: TensorSpec
@@ -65,7 +65,12 @@ def is_expert(name: str) -> bool:
 
 
 def plan_buckets(
-    specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, experts_apart: bool = False
+    specs: Sequence[TensorSpec],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    experts_apart: bool = False,
+    packed: bool = False,
+    split: bool = True,
 ) -> tuple[Bucket, ...]:
     """Lay tensors into buckets of at most `bucket_bytes`, in the given order.
 
@@ -77,6 +82,10 @@ def plan_buckets(
         bucket_bytes: capacity of a bucket; rounded down to a multiple of `ALIGNMENT`.
         experts_apart: put routed experts after everything else and never into the same bucket, for layouts
             in which the two are gathered over different groups of ranks.
+        packed: without gaps between tensors, as SGLang's flattened buckets are; a bucket is also closed when the
+            next tensor would begin at a byte that its dtype cannot begin at.
+        split: False gives a tensor larger than a bucket a bucket of its own size, for receivers that take whole
+            tensors only.
 
     Raises:
         InvalidFieldError: the capacity is smaller than one aligned unit, or a name occurs twice.
@@ -89,24 +98,24 @@ def plan_buckets(
         runs = [[s for s in specs if not is_expert(s.name)], [s for s in specs if is_expert(s.name)]]
     else:
         runs = [list(specs)]
-    packed = [pieces for run in runs for pieces in _pack(run, capacity)]
-    return tuple(Bucket(index=i, pieces=tuple(pieces)) for i, pieces in enumerate(packed))
+    filled = [pieces for run in runs for pieces in _pack(run, capacity, packed, split)]
+    return tuple(Bucket(index=i, pieces=tuple(pieces)) for i, pieces in enumerate(filled))
 
 
-def _pack(specs: Sequence[TensorSpec], capacity: int) -> Iterator[list[Piece]]:
+def _pack(specs: Sequence[TensorSpec], capacity: int, packed: bool, split: bool) -> Iterator[list[Piece]]:
     open_pieces: list[Piece] = []
     end = 0
     for spec in specs:
         size = spec.num_bytes
-        if size > capacity:
+        if size > capacity and split:
             if open_pieces:
                 yield open_pieces
                 open_pieces, end = [], 0
             for start in range(0, size, capacity):
                 yield [Piece(spec=spec, start=start, num_bytes=min(capacity, size - start), offset=0)]
             continue
-        offset = end + -end % ALIGNMENT
-        if open_pieces and offset + size > capacity:
+        offset = end if packed else end + -end % ALIGNMENT
+        if open_pieces and (offset + size > capacity or offset % DTYPE_BYTES[spec.dtype]):
             yield open_pieces
             open_pieces, offset = [], 0
         open_pieces.append(Piece(spec=spec, start=0, num_bytes=size, offset=offset))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from miles_contracts import DeadlineExceededError, InvalidFieldError
+from miles_contracts import DeadlineExceededError, InvalidFieldError, update_group_prefix
 
 
 class Group(Protocol):
@@ -45,30 +45,38 @@ class Meeting:
         timeout_s: for every wait on it.
 
     Raises:
-        DeadlineExceededError: the server cannot be reached in time.
+        DeadlineExceededError: the port cannot be served.
     """
 
     def __init__(self, host: str, port: int, *, owner: bool, timeout_s: float) -> None:
         self.host, self.timeout_s = host, timeout_s
-        timeout = timedelta(seconds=timeout_s)
+        self.port = port
+        if owner:
+            self._server = self._connect(owner=True)
+            self.port = self._server.port
+
+    def _connect(self, *, owner: bool = False) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, is_master=owner, timeout=timeout, wait_for_workers=False
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                self.host, self.port, is_master=owner, timeout=timeout, wait_for_workers=False
             )
         except dist.DistError as error:
             remedy = "is the trainer up, and the address reachable from here?"
-            raise DeadlineExceededError(f"the meeting point {host}:{port}", timeout_s, remedy) from error
-        self.port: int = self._store.port
+            where = f"the meeting point {self.host}:{self.port}"
+            raise DeadlineExceededError(where, self.timeout_s, remedy) from error
 
     def open(self, name: str, rank: int, size: int, backend: str = "gloo") -> Group:
         """Join the group of this name; returns when all `size` ranks have.
 
         Raises:
-            DeadlineExceededError: a rank did not come in time.
+            DeadlineExceededError: a rank did not come in time, or the server cannot be reached.
             InvalidFieldError: an unknown backend.
         """
         timeout = timedelta(seconds=self.timeout_s)
-        store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+        prefix = update_group_prefix(name, "cpu" if backend == "gloo" else "cuda")
+        # A connection for each group: a wait for ranks that never come would hold up the next group on a shared one.
+        store = dist.PrefixStore(prefix, self._connect())  # type: ignore[attr-defined]
         try:
             if backend == "gloo":
                 return _TorchGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
@@ -102,7 +110,10 @@ class _TorchGroup:
         return lambda: _wait(work)
 
     def close(self) -> None:
-        self._group.abort()
+        # Connections end with the last reference, not with the abort.
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
 def _wait(work: Any) -> None:

@@ -10,12 +10,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from miles_contracts import InvalidFieldError
+from miles_contracts import InvalidFieldError, WeightGroupFactory
 from miles_rollout.engine.config import EngineConfig
 from miles_rollout.engine.folder import check_model_folder
 
@@ -70,8 +70,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+def main(argv: Sequence[str] | None = None, groups: Mapping[str, WeightGroupFactory] | None = None) -> int:
+    """Entry point; returns the exit code.
+
+    Args:
+        argv: options; None for those of the process.
+        groups: ways for weights to come besides `torch.distributed`, by the name of their backend, for programs that
+            put an engine together.
+    """
     began = time.perf_counter()
     config = parse_config(argv)
     parent = os.getppid()
@@ -85,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        server = build(config)
+        server = build(config, groups)
     except InvalidFieldError as error:
         print(f"miles-engine: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -94,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build(config: EngineConfig) -> EngineServer:
+def build(config: EngineConfig, groups: Mapping[str, WeightGroupFactory] | None = None) -> EngineServer:
     """Load the model and make the server around it (this imports torch)."""
     import torch
 
@@ -120,7 +126,7 @@ def build(config: EngineConfig) -> EngineServer:
         if loaded.routes is None
         else {"layers": loaded.routes.layers, "num_experts": loaded.routes.num_experts, "top_k": loaded.routes.top_k},
     }
-    server = EngineServer(config, info)
+    server = EngineServer(config, info, groups)
     server.core = EngineCore(
         loaded, make_limits(config, loaded), TextCodec(config.model_path), config.weight_version, server.deliver
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,10 +25,17 @@ _STREAM_PARTS = 64
 
 
 class EngineServer:
-    """Routes of one engine. The core's `deliver` must be this object's `deliver`."""
+    """Routes of one engine. The core's `deliver` must be this object's `deliver`.
 
-    def __init__(self, config: EngineConfig, info: dict[str, Any]) -> None:
+    Args:
+        groups: ways for weights to come besides `torch.distributed`, by the name of their backend.
+    """
+
+    def __init__(
+        self, config: EngineConfig, info: dict[str, Any], groups: Mapping[str, WeightGroupFactory] | None = None
+    ) -> None:
         self.config = config
+        self._group_factories = groups or {}
         self.info = info
         self.core: EngineCore
         self._seeds = SeedSource(config.random_seed)
@@ -67,7 +74,7 @@ class EngineServer:
         add("POST", "/abort_request", self.abort_request)
         add("POST", "/pause_generation", self.pause_generation)
         add("POST", "/continue_generation", self.continue_generation)
-        WeightRoutes(core).add_to(app)
+        WeightRoutes(core, self._group_factories).add_to(app)
         return app
 
     async def _remember_loop(self, _: web.Application) -> None:
@@ -161,6 +168,8 @@ class EngineServer:
                     else self._answer(call, sequence)
                 )
                 sent = len(answer["output_ids"])
+                if done and call.routes:
+                    await asyncio.to_thread(self._add_routes, call, answer, sequence)
                 await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
@@ -168,8 +177,6 @@ class EngineServer:
         finally:
             self._forget(call.sequences)
 
-                if done and call.routes:
-                    await asyncio.to_thread(self._add_routes, call, answer, sequence)
     async def abort_request(self, request: web.Request) -> web.Response:
         """POST /abort_request {rid | abort_all}."""
         body = await read_body(request)

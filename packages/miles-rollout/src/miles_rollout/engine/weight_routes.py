@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from miles_contracts import InvalidFieldError, ShmBucket, WeightManifest
+from miles_contracts import (
+    Arrival,
+    GroupRequest,
+    InvalidFieldError,
+    MilesError,
+    ShmBucket,
+    WeightGroupFactory,
+    WeightManifest,
+)
 from miles_rollout.engine.core import EngineCore
 from miles_rollout.engine.http import json_response, read_body
+from miles_rollout.engine.weight_groups import WeightGroups
 
 S = TypeVar("S")
 
 
 class WeightRoutes:
-    """Handlers of weight calls. Copying and hashing run in worker threads; only the swap is on the model thread."""
+    """Handlers of weight calls. Copying and hashing run in worker threads; only the swap is on the model thread.
 
-    def __init__(self, core: EngineCore) -> None:
+    Args:
+        factories: ways for weights to come besides `torch.distributed`, by the name of their backend.
+    """
+
+    def __init__(self, core: EngineCore, factories: Mapping[str, WeightGroupFactory]) -> None:
         self._core = core
+        self._factories = factories
+        self._joined: WeightGroups | None = None
+        self._turn = asyncio.Lock()
+        self._receiving: str | None = None
+        self._received: tuple[str, object] | None = None
+        self._verifying: asyncio.Task[None] | None = None
 
     def add_to(self, app: web.Application) -> None:
         """Register the calls."""
         add = app.router.add_post
         add("/begin_weight_update", self.begin)
         add("/update_weights_from_tensor", self.load_bucket)
+        add("/update_weights_from_distributed", self.from_distributed)
         add("/end_weight_update", self.end)
+        add("/init_weights_update_group", self.join_group)
+        add("/destroy_weights_update_group", self.leave_group)
+        app.on_cleanup.append(self._leave_all)
         add("/update_weights_from_disk", self.from_disk)
         add("/get_weights_by_name", self.by_name)
         add("/weights_checker", self.check)
@@ -50,6 +75,77 @@ class WeightRoutes:
         await asyncio.to_thread(self._core.updates.load_bucket, bucket)
         return json_response({"success": True, "message": f"bucket {bucket.index} is staged"})
 
+    async def join_group(self, request: web.Request) -> web.Response:
+        """POST /init_weights_update_group {master_address, master_port, rank_offset, world_size, group_name, backend}.
+
+        The answer's `address` is what senders need to reach this engine, where the backend asks for that.
+        """
+        asked = _convert({"group": await read_body(request)}, "group", GroupRequest)
+        address = await asyncio.to_thread(lambda: self._groups.join(asked))
+        return json_response({"success": True, "message": f"joined group {asked.group_name}", "address": address})
+
+    async def leave_group(self, request: web.Request) -> web.Response:
+        """POST /destroy_weights_update_group {group_name}."""
+        name = _text(await read_body(request), "group_name")
+        if not await self._leave(name):
+            raise InvalidFieldError("group_name", name, "this engine is not in such a group")
+        return json_response({"success": True, "message": f"left group {name}"})
+
+    async def from_distributed(self, request: web.Request) -> web.Response:
+        """POST /update_weights_from_distributed {group_name, names, dtypes, shapes, load_format}, as SGLang has it.
+
+        Our own fields: update_id, index, digests, and last, with which everything that came is verified before the
+        answer; otherwise this transfer is verified while the next one is under way.
+        """
+        body = await read_body(request)
+        update_id = _text(body, "update_id")
+        # A caller that hangs up must not leave half a transfer behind: it goes on, and the group fails or not as one.
+        await asyncio.shield(asyncio.create_task(self._receive(update_id, body)))
+        return json_response({"success": True, "message": f"bucket {body.get('index', 0)} is here"})
+
+    async def _receive(self, update_id: str, body: dict[str, Any]) -> None:
+        async with self._turn:
+            if self._received == (update_id, body.get("index", 0)):
+                return await self._verified()  # sent again: its transfer is over
+            updates, name = self._core.updates, body.get("group_name", "weight_update_group")
+            self._receiving = name
+            try:
+                updates.require_open(update_id)
+                arrivals = await asyncio.to_thread(lambda: self._groups.receive(body))
+                await self._verified()
+            except BaseException:
+                await self._leave(name)
+                updates.rollback(update_id)
+                raise
+            finally:
+                self._receiving = None
+            self._received = (update_id, body.get("index", 0))
+            self._verifying = asyncio.create_task(self._verify(update_id, arrivals))
+            if body.get("last", True):
+                await self._verified()
+
+    async def _verify(self, update_id: str, arrivals: Sequence[Arrival]) -> None:
+        await asyncio.to_thread(self._core.updates.load_arrivals, update_id, arrivals)
+
+    async def _verified(self) -> None:
+        """Wait until what has come is verified."""
+        task, self._verifying = self._verifying, None
+        if task is not None:
+            await task
+
+    @property
+    def _groups(self) -> WeightGroups:
+        if self._joined is None:
+            self._joined = WeightGroups(self._core.updates.layout.specs(), self._factories)
+        return self._joined
+
+    async def _leave(self, name: str) -> bool:
+        return await asyncio.to_thread(lambda: self._groups.leave(name))
+
+    async def _leave_all(self, _: web.Application) -> None:
+        if self._joined is not None:
+            await asyncio.to_thread(self._joined.close)
+
     async def end(self, request: web.Request) -> web.Response:
         """POST /end_weight_update {update_id, commit}."""
         body = await read_body(request)
@@ -58,9 +154,15 @@ class WeightRoutes:
         if not isinstance(commit, bool):
             raise InvalidFieldError("commit", commit, "use true or false")
         if commit:
+            await self._verified()
             await self._on_model(lambda: self._core.commit_update(update_id))
             message = "committed"
         else:
+            if self._receiving is not None:
+                # Whoever is in a transfer waits for the sender, which may never come.
+                await self._leave(self._receiving)
+            with contextlib.suppress(MilesError):
+                await self._verified()
             await asyncio.to_thread(self._core.updates.rollback, update_id)
             message = "rolled back"
         version = self._core.weight_version

@@ -11,7 +11,7 @@ swaps the staged tensors in, on the model thread between two steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from miles_contracts import (
+    Arrival,
     InvalidFieldError,
     ShmBucket,
     ShmTensor,
@@ -135,6 +136,26 @@ class WeightUpdates:
                     raise
                 raise WeightUpdateError(f"bucket {bucket.index}: {error}") from error
 
+    def require_open(self, update_id: str) -> None:
+        """Raise WeightUpdateError unless this update is open."""
+        with self._lock:
+            self._require_open(update_id)
+
+    def load_arrivals(self, update_id: str, arrivals: Sequence[Arrival]) -> None:
+        """Verify and copy tensors that a transfer brought. Any fault ends the update: the old weights serve on."""
+        with self._lock:
+            self._require_open(update_id)
+            staged = self._staged
+            assert staged is not None  # checked by _require_open
+            try:
+                for arrival in arrivals:
+                    self._take(staged, arrival.spec, arrival.data, arrival.part_of, arrival.part_start)
+            except (WeightUpdateError, InvalidFieldError) as error:
+                self._forget()
+                if isinstance(error, WeightUpdateError):
+                    raise
+                raise WeightUpdateError(str(error)) from error
+
     def commit(self, update_id: str) -> str:
         """Swap the staged weights in; the new weight version. Repeating a commit that succeeded is harmless."""
         with self._lock:
@@ -197,15 +218,19 @@ class WeightUpdates:
         assert staged is not None  # checked by _require_open
         with open(bucket.path, "rb") as file:
             for tensor in bucket.tensors:
-                spec = tensor.spec
-                if spec.digest is None:
-                    raise WeightUpdateError("it comes without a digest", tensor=spec.name)
-                data = _read(file, bucket, tensor)
-                _verify(data, spec.digest, spec.name)
-                if bucket.part_of is not None:
-                    self._put_piece(staged, bucket.part_of, bucket.part_start, data)
-                else:
-                    _put(staged, spec, data)
+                self._take(staged, tensor.spec, _read(file, bucket, tensor), bucket.part_of, bucket.part_start)
+
+    def _take(
+        self, staged: StagedWeights, spec: TensorSpec, data: Bytes, part_of: TensorSpec | None, start: int
+    ) -> None:
+        """Verify and stage a tensor, or a piece of `part_of`. `data` is ours: nobody writes it meanwhile."""
+        if spec.digest is None:
+            raise WeightUpdateError("it comes without a digest", tensor=spec.name)
+        _verify(data, spec.digest, spec.name)
+        if part_of is not None:
+            self._put_piece(staged, part_of, start, data)
+        else:
+            _put(staged, spec, data)
 
     def _put_piece(self, staged: StagedWeights, whole: TensorSpec, start: int, piece: Bytes) -> None:
         _require_expected(staged, whole)

@@ -5,7 +5,8 @@ from miles_sync.disk.publication import Publication
 from miles_sync.disk.publisher import DeltaPublisher, PublishReport
 from miles_sync.disk.store import FolderStore, Store
 from miles_sync.disk.subscriber import DeltaSubscriber, PullReport
-from miles_sync.disk.transport import DiskBucket, DiskEngine, DiskReceiver, DiskSender
+from miles_sync.disk.transport import DiskEngine, DiskReceiver, DiskSender
+from miles_sync.messages import DiskBucket
 
 __all__ = [
     "DeltaPublisher",

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from miles_contracts import (
@@ -24,15 +23,8 @@ from miles_contracts import (
 )
 from miles_sync.disk.publisher import DeltaPublisher
 from miles_sync.disk.subscriber import DeltaSubscriber, PullReport
+from miles_sync.messages import DiskBucket
 from miles_sync.tensors import from_bytes
-
-
-class DiskBucket(msgspec.Struct, frozen=True, kw_only=True, tag="disk_bucket"):
-    """A publication that holds the whole update."""
-
-    update_id: str
-    index: int
-    publication: str
 
 
 class DiskSender:

@@ -1,8 +1,9 @@
 """Peer-to-peer transport: every source rank writes into every target rank's memory exactly what it needs."""
 
+from miles_sync.messages import PeerBucket, Written
 from miles_sync.peer.memory import Arena, PeerBackend, PeerMemory, PeerWriter
 from miles_sync.peer.receiver import PeerReceiver
-from miles_sync.peer.sender import PeerBucket, PeerSender, Written, merge
+from miles_sync.peer.sender import PeerSender, merge
 
 __all__ = [
     "Arena",

@@ -6,8 +6,9 @@ import torch
 
 from miles_contracts import WeightManifest, WeightUpdateError, digest
 from miles_sync.layout import Layout
+from miles_sync.messages import PeerBucket
 from miles_sync.peer.memory import Arena, PeerBackend
-from miles_sync.peer.sender import PeerBucket, box_bytes
+from miles_sync.peer.sender import box_bytes
 from miles_sync.tensors import from_bytes
 from miles_sync.transfer import plan_transfers
 

@@ -10,30 +10,11 @@ import torch
 from miles_contracts import DTYPE_BYTES, InvalidFieldError, WeightManifest, WeightUpdateError, digest
 from miles_sync.buckets import DEFAULT_BUCKET_BYTES
 from miles_sync.layout import Layout
+from miles_sync.messages import PeerBucket, Written
 from miles_sync.peer.memory import Arena, PeerWriter, Write
 from miles_sync.runs import Bytes, take_runs
 from miles_sync.tensors import flat_bytes
 from miles_sync.transfer import Transfer, TransferPlan, aligned_runs, plan_transfers, runs
-
-
-class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer of the plan that is in the target's memory.
-
-    Attributes:
-        transfer: its number in the plan.
-        digest: of the box's bytes in row-major order, None when digests are off.
-    """
-
-    transfer: int
-    digest: str | None
-
-
-class PeerBucket(msgspec.Struct, frozen=True, kw_only=True, tag="peer_bucket"):
-    """What was written since the bucket before, by all sources together."""
-
-    update_id: str
-    index: int
-    written: tuple[Written, ...]
 
 
 def merge(buckets: Sequence[PeerBucket]) -> PeerBucket:

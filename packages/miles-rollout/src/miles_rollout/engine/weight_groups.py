@@ -1,0 +1,187 @@
+"""Groups that weights come through: joined and left by SGLang's native calls, `torch.distributed` in every engine.
+
+A collective cannot be taken back: who has entered it waits for the others. So it runs outside every lock, a member
+that cannot take part leaves its group at once, and leaving makes the collective of all others fail instead of hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from miles_contracts import (
+    Arrival,
+    GroupRequest,
+    InvalidFieldError,
+    TensorSpec,
+    WeightGroup,
+    WeightGroupFactory,
+    WeightUpdateError,
+    update_group_prefix,
+)
+
+SENDER_RANK = 0
+
+
+class WeightGroups:
+    """The groups that an engine is in, by name.
+
+    Args:
+        specs: what the engine holds, for factories that need to know.
+        factories: more backends, by name; `gloo` and `nccl` are always there.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], factories: Mapping[str, WeightGroupFactory]) -> None:
+        self._specs = tuple(specs)
+        self._factories = {"gloo": TorchGroup, "nccl": TorchGroup, **factories}
+        self._lock = threading.Lock()
+        self._groups: dict[str, WeightGroup] = {}
+
+    def join(self, request: GroupRequest) -> str:
+        """Become a member; the address that senders reach this engine by. Joining again replaces the membership.
+
+        Raises:
+            InvalidFieldError: unknown backend.
+            WeightUpdateError: not all ranks came in time.
+        """
+        factory = self._factories.get(request.backend)
+        if factory is None:
+            raise InvalidFieldError("backend", request.backend, f"use one of {', '.join(self._factories)}")
+        self.leave(request.group_name)
+        group = factory(request, self._specs)
+        with self._lock:
+            self._groups[request.group_name] = group
+        return group.address
+
+    def leave(self, name: str) -> bool:
+        """Whether there was such a group."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def receive(self, bucket: Mapping[str, Any]) -> Sequence[Arrival]:
+        """Take part in the transfer that a bucket announces; after a failure the engine is no longer a member.
+
+        Raises:
+            WeightUpdateError, InvalidFieldError: no such group, or the transfer failed.
+        """
+        name = bucket.get("group_name", "weight_update_group")
+        with self._lock:
+            group = self._groups.get(name)
+        if group is None:
+            known = ", ".join(self._groups) or "none"
+            raise InvalidFieldError("group_name", name, f"join it first (/init_weights_update_group); joined: {known}")
+        try:
+            return group.receive(bucket)
+        except (WeightUpdateError, InvalidFieldError):
+            self.leave(name)
+            raise
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
+
+class TorchGroup:
+    """Receives broadcasts of a `torch.distributed` group; rank 0 sends.
+
+    Two buffers: what the transfer before brought stays valid during this one.
+    """
+
+    def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec]) -> None:
+        self.address = ""
+        self._name = request.group_name
+        self._device = "cpu" if request.backend == "gloo" else "cuda"
+        self._buffers: list[NDArray[np.uint8]] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._count = 0
+        timeout = timedelta(seconds=request.timeout_s)
+        where = f"{request.master_address}:{request.master_port}"
+        try:
+            meeting = dist.TCPStore(  # type: ignore[attr-defined]
+                request.master_address, request.master_port, timeout=timeout, wait_for_workers=False
+            )
+            prefix = update_group_prefix(request.group_name, self._device)
+            store = dist.PrefixStore(prefix, meeting)  # type: ignore[attr-defined]
+            if request.backend == "gloo":
+                self._group: Any = dist.ProcessGroupGloo(store, request.rank_offset, request.world_size, timeout)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(store, request.rank_offset, request.world_size, options)
+        except RuntimeError as error:
+            reason = f"the {request.world_size} ranks of group {self._name} did not meet at {where}: {error}"
+            raise WeightUpdateError(reason) from error
+
+    def receive(self, bucket: Mapping[str, Any]) -> Sequence[Arrival]:
+        """One broadcast for all tensors behind each other (`flattened_bucket`), or one for each (no load format)."""
+        specs = _specs(bucket)
+        load_format = bucket.get("load_format")
+        if load_format not in (None, "flattened_bucket"):
+            raise InvalidFieldError("load_format", load_format, "use flattened_bucket, or leave it out")
+        ends = np.cumsum([spec.num_bytes for spec in specs]).tolist()
+        memory = self._memory(ends[-1])
+        parts = [memory[end - spec.num_bytes : end] for end, spec in zip(ends, specs, strict=True)]
+        for piece in [memory] if load_format == "flattened_bucket" else parts:
+            self._broadcast(piece)
+        whole, start = bucket.get("part_of"), bucket.get("part_start", 0)
+        part_of = None if whole is None else msgspec.convert(whole, TensorSpec)
+        return [
+            Arrival(spec=spec, data=data, part_of=part_of, part_start=start)
+            for spec, data in zip(specs, parts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Leave the group."""
+        # Connections end with the last reference, not with the abort.
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        slot = self._count % 2
+        self._count += 1
+        if len(self._buffers[slot]) < num_bytes:
+            self._buffers[slot] = np.empty(num_bytes, np.uint8)
+        return self._buffers[slot][:num_bytes]
+
+    def _broadcast(self, memory: NDArray[np.uint8]) -> None:
+        if not len(memory):
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        tensor = torch.from_numpy(memory)
+        on_device = tensor if self._device == "cpu" else torch.empty_like(tensor, device=self._device)
+        try:
+            self._group.broadcast([on_device], options).wait()
+        except (RuntimeError, AttributeError) as error:  # the latter: we have left it meanwhile
+            raise WeightUpdateError(f"a broadcast in group {self._name} failed: {error}") from error
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+
+
+def _specs(bucket: Mapping[str, Any]) -> list[TensorSpec]:
+    names, dtypes, shapes = bucket.get("names"), bucket.get("dtypes"), bucket.get("shapes")
+    digests = bucket.get("digests")
+    columns = (names, dtypes, shapes, digests)
+    lists = all(isinstance(column, list) for column in columns)
+    if not lists or not names or len({len(column) for column in columns if column is not None}) != 1:
+        remedy = "names, dtypes, shapes and digests are lists of one length, at least 1"
+        raise InvalidFieldError("names", names, remedy)
+    assert isinstance(dtypes, list)
+    assert isinstance(shapes, list)
+    assert isinstance(digests, list)
+    return [
+        TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), digest=found)
+        for name, dtype, shape, found in zip(names, dtypes, shapes, digests, strict=True)
+    ]

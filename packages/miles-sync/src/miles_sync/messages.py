@@ -1,0 +1,84 @@
+"""What a sender announces to receivers, one message a bucket: plain data that needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from miles_contracts import ShmBucket, ShmTensor, TensorSpec
+
+
+class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast_bucket"):
+    """What the next collective brings.
+
+    Attributes:
+        group: name of the group; a receiver joins it when it is new.
+        host, port: the meeting point of the group.
+        receivers: names of the receivers; the i-th has rank i + 1.
+        num_bytes: length of the collective's buffer.
+        tensors: what lies where in it, without gaps.
+        update_id, index, part_of, part_start: as in `ShmBucket`.
+        last: no other bucket of this update comes after it.
+    """
+
+    group: str
+    host: str
+    port: int
+    receivers: tuple[str, ...]
+    num_bytes: int
+    tensors: tuple[ShmTensor, ...]
+    update_id: str
+    index: int
+    part_of: TensorSpec | None = None
+    part_start: int = 0
+    last: bool = False
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer of the plan that is in the target's memory.
+
+    Attributes:
+        transfer: its number in the plan.
+        digest: of the box's bytes in row-major order, None when digests are off.
+    """
+
+    transfer: int
+    digest: str | None
+
+
+class PeerBucket(msgspec.Struct, frozen=True, kw_only=True, tag="peer_bucket"):
+    """What was written since the bucket before, by all sources together."""
+
+    update_id: str
+    index: int
+    written: tuple[Written, ...]
+
+
+class DiskBucket(msgspec.Struct, frozen=True, kw_only=True, tag="disk_bucket"):
+    """A publication that holds the whole update."""
+
+    update_id: str
+    index: int
+    publication: str
+
+
+AnyBucket = ShmBucket | BroadcastBucket | PeerBucket | DiskBucket
+"""A bucket of any transport."""
+
+
+class GroupOffer(msgspec.Struct, frozen=True, kw_only=True, tag="group_offer"):
+    """A group that the sender has opened and waits in.
+
+    Attributes:
+        group: its name, unique for ever.
+        host, port: its meeting point, as engines reach it.
+        size: its ranks, the sender's (0) included.
+        backend: `gloo` or `nccl`.
+        timeout_s: of the meeting and of each collective.
+    """
+
+    group: str
+    host: str
+    port: int
+    size: int
+    backend: str
+    timeout_s: float
