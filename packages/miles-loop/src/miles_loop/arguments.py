@@ -27,6 +27,8 @@ SHORT_NAMES: Mapping[str, str] = {
     "seed": "seed",
     "pipeline-depth": "pipeline_depth",
     "checkpoint-every": "checkpoint.every",
+    "runtime": "runtime.kind",
+    "address": "runtime.ray.address",
 }
 """Common options and the dotted options they stand for."""
 

@@ -221,15 +221,69 @@ class RecordConfig(Section):
     """Draw the reward plot at the end."""
 
 
-class RuntimeConfig(Section):
-    """Processes of a run on this machine."""
+class RuntimeKind(StrEnum):
+    """Where the processes of a run are."""
 
+    LOCAL = "local"
+    RAY = "ray"
+
+
+class RayPlacement(StrEnum):
+    """How trainer and engines are spread over a cluster's nodes."""
+
+    PACK = "pack"
+    SPREAD = "spread"
+    STRICT_PACK = "strict_pack"
+    STRICT_SPREAD = "strict_spread"
+
+
+class RayConfig(Section):
+    """The Ray cluster, and what each actor takes of it. Only used by `runtime.kind = "ray"`."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    address: str | None = None
+    """Cluster to join: `host:port`, or `auto` for the one that this machine is part of. Default: `RAY_ADDRESS` (which
+    `ray job submit` sets), else a cluster of this machine alone, which ends with the run."""
+    placement: RayPlacement = RayPlacement.PACK
+    """`pack` (few nodes, when they have room), `spread` (many), `strict_pack` (one node or none), `strict_spread` (a
+    node for each)."""
+    trainer_cpus: Annotated[float, Field(gt=0)] | None = None
+    """CPUs of the trainer's actor; default: `runtime.trainer_threads`."""
+    trainer_gpus: NonNegative = 0
+    """GPUs of the trainer's actor."""
+    trainer_resources: dict[str, float] = {}
+    """Custom resources of the trainer's actor, for example `--runtime.ray.trainer_resources.big_memory 1`."""
+    engine_cpus: Annotated[float, Field(gt=0)] | None = None
+    """CPUs of each engine's actor; default: `engine.threads`."""
+    engine_gpus: NonNegative = 0
+    """GPUs of each engine's actor."""
+    engine_resources: dict[str, float] = {}
+    """Custom resources of each engine's actor."""
+    env: dict[str, str] = {}
+    """Environment variables of the processes on the nodes, for example `--runtime.ray.env.NCCL_DEBUG INFO`."""
+    placement_timeout_s: Seconds = 120.0
+    """How long to wait until the cluster has room, at start and for an engine whose node was lost."""
+
+
+class RuntimeConfig(Section):
+    """The processes of a run."""
+
+    kind: RuntimeKind = RuntimeKind.LOCAL
+    """`local` (child processes on this machine) or `ray` (actors on the nodes of a Ray cluster)."""
+    ray: RayConfig = RayConfig()
     trainer_threads: Positive = 1
     """CPU threads of the trainer process."""
     step_timeout_s: Seconds = 3600.0
     """Deadline for one optimiser step, and for one batch of groups."""
     stop_timeout_s: Seconds = 10.0
     """Grace period for children to end before they are killed."""
+
+    @model_validator(mode="after")
+    def _ray_is_chosen(self) -> RuntimeConfig:
+        if self.kind is not RuntimeKind.RAY and self.ray.address is not None:
+            raise ValueError("ray.address: it names a Ray cluster; choose --runtime ray, or leave it out")
+        return self
 
 
 class RunConfig(Section):

@@ -7,14 +7,15 @@ Where it is started is a host's business (`miles_loop.hosts`): child processes o
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles_contracts import PauseMode
+from miles_contracts import InvalidFieldError, PauseMode
 from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
-from miles_loop.config import EngineConfig, RunConfig
+from miles_loop.config import EngineConfig, RunConfig, RuntimeKind
 from miles_loop.errors import ProcessDiedError
 from miles_loop.fleet import Fleet
 from miles_loop.hosts import Host, LocalHost
@@ -63,8 +64,27 @@ def start_message(config: RunConfig, model: Path, checkpoint: Path | None) -> li
     )
 
 
-def make_host(config: RunConfig, folder: RunFolder) -> Host:
-    """Where the configuration wants the processes."""
+def require_runtime(config: RunConfig) -> None:
+    """Refuse a runtime that is not installed.
+
+    Raises:
+        InvalidFieldError: with what to install.
+    """
+    if config.runtime.kind is RuntimeKind.RAY and importlib.util.find_spec("ray") is None:
+        raise InvalidFieldError("runtime.kind", "ray", "Ray is not installed: pip install 'miles-loop[ray]'")
+
+
+def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None]) -> Host:
+    """Where the configuration wants the processes; Ray is only imported when it is chosen.
+
+    Raises:
+        InvalidFieldError: settings that have no meaning there.
+    """
+    if config.runtime.kind is RuntimeKind.RAY:
+        require_runtime(config)
+        from miles_loop.ray_runtime import RayHost
+
+        return RayHost(config, folder, model, on_event)
     return LocalHost(folder.logs, config.engine.host, config.engine.port)
 
 
@@ -85,7 +105,7 @@ class LocalRuntime:
         self._folder = folder
         self._records = records
         self._on_event = on_event
-        self._host = make_host(config, folder)
+        self._host: Host | None = None
         self._trainer_process: Process | None = None
         self.trainer: TrainerClient
         self.fleet: Fleet
@@ -98,15 +118,17 @@ class LocalRuntime:
             trainer: False starts engines only, for an evaluation.
 
         Raises:
-            InvalidFieldError: a port that was asked for is taken.
+            InvalidFieldError: a port that was asked for is taken; no Ray cluster at the address.
+            RunError: `no_room` on the cluster.
             DiskFullError: no room for the logs.
         """
         config = self._config
-        await self._host.open(engines=0 if config.engine.urls else config.engine.replicas, trainer=trainer)
-        made = self._host.make_trainer(lambda where: trainer_spec(config, where))
+        host = self._host = make_host(config, self._folder, model, self._on_event)
+        await host.open(engines=0 if config.engine.urls else config.engine.replicas, trainer=trainer)
+        made = host.make_trainer(lambda where: trainer_spec(config, where))
         self._trainer_process = made.process
         self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
-        engines = await self._make_engines(model)
+        engines = await self._make_engines(host, model)
         self.fleet = Fleet(
             engines,
             source=self.trainer,
@@ -126,16 +148,16 @@ class LocalRuntime:
             starting.append(made.process.start())
         await asyncio.gather(*starting)
 
-    async def _make_engines(self, model: Path) -> list[tuple[EngineClient, Process | None]]:
+    async def _make_engines(self, host: Host, model: Path) -> list[tuple[EngineClient, Process | None]]:
         config = self._config.engine
         deadlines = Deadlines(generate=self._config.rollout.timeout_s, weights=self._config.sync.deadline_s)
         if config.urls:
             return [(EngineClient(url, deadlines=deadlines), None) for url in config.urls]
 
-        def spec(index: int, host: str, port: int) -> ProcessSpec:
-            return engine_spec(config.model_copy(update={"host": host}), index, port, model)
+        def spec(index: int, address: str, port: int) -> ProcessSpec:
+            return engine_spec(config.model_copy(update={"host": address}), index, port, model)
 
-        made = await self._host.make_engines(spec)
+        made = await host.make_engines(spec)
         return [(EngineClient(engine.url, deadlines=deadlines), engine.process) for engine in made]
 
     async def load(self, start: link.Start) -> int:
@@ -179,4 +201,5 @@ class LocalRuntime:
         if hasattr(self, "fleet"):
             stopping.append(self.fleet.close(timeout))
         await asyncio.gather(*stopping)
-        await self._host.close()
+        if self._host is not None:
+            await self._host.close()

@@ -1,0 +1,18 @@
+"""Processes of a run on a Ray cluster: one supervising actor each, placed by one placement group.
+
+    driver (asyncio)                         node A                         node B
+    loop, worker, router,      actor calls   Supervisor                     Supervisor
+    session server  ----------------------->   `- trainer process             `- engine process
+         |  ^------------ TCP, wire frames ---------'  weights (transport)        ^
+         `--------------------- HTTP, token ids ----------------------------------'
+
+Ray decides where a process runs, starts its supervisor there and tells when a node is lost. Everything else is what
+it is on one machine: the same specifications, the same messages, the same fleet that brings engines back. Neither
+trajectories nor weights pass through Ray's object store.
+
+Nothing here is imported unless `runtime.kind` is `ray`.
+"""
+
+from miles_loop.ray_runtime.host import RayHost
+
+__all__ = ["RayHost"]

@@ -1,0 +1,132 @@
+"""Joining a Ray cluster, reserving room on it, and saying in words why that did not work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# uv's hook would build the environment anew for every worker, which hangs; workers use the node's own.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from miles_contracts import InvalidFieldError
+from miles_loop.config import RayConfig
+from miles_loop.errors import RunError
+from miles_loop.ray_runtime.placement import Bundle, shortage
+from miles_loop.ray_runtime.supervisor import node_address
+
+_PATIENCE_S = 3.0
+"""After which a person is told that the run waits for room."""
+
+
+class Cluster:
+    """A joined cluster and the room that was reserved on it.
+
+    Args:
+        config: which cluster, and how to spread.
+        on_event: told, in words, when room is waited for.
+    """
+
+    def __init__(self, config: RayConfig, on_event: Callable[[str], None]) -> None:
+        self._config = config
+        self._on_event = on_event
+        self._group: PlacementGroup | None = None
+
+    @property
+    def group(self) -> PlacementGroup:
+        """The reserved room; bundle i is the i-th that was asked for."""
+        assert self._group is not None
+        return self._group
+
+    async def join(self) -> str:
+        """Connect; returns the address under which the nodes reach this machine.
+
+        Raises:
+            InvalidFieldError: no cluster answers at the address, or it cannot be used from here.
+        """
+        # In a thread: it takes seconds, and only outside the main thread does Ray leave SIGTERM to the run.
+        await asyncio.to_thread(self._join)
+        return node_address()
+
+    def _join(self) -> None:
+        address = self._config.address or os.environ.get("RAY_ADDRESS") or "local"
+        if "://" in address:
+            raise InvalidFieldError(
+                "runtime.ray.address",
+                address,
+                "the driver talks to engines directly and has to run inside the cluster: give host:port on one of its "
+                "nodes, or submit the command with `ray job submit`",
+            )
+        if ray.is_initialized():
+            raise RunError("ray_in_use", "this process is connected to a Ray cluster already")
+        try:
+            ray.init(
+                address=address,
+                namespace="miles",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False if address == "local" else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
+            raise InvalidFieldError(
+                "runtime.ray.address",
+                address,
+                f"no Ray cluster can be joined there ({str(error).strip().splitlines()[0]}); start one with "
+                "`ray start --head`, or leave the address out for a cluster of this machine alone",
+            ) from error
+
+    async def reserve(self, bundles: Sequence[Bundle]) -> None:
+        """Wait until the cluster holds room for all bundles.
+
+        Raises:
+            RunError: `no_room`, with what is missing.
+        """
+        self._group = placement_group(
+            [bundle.resources for bundle in bundles], strategy=self._config.placement.value.upper(), name="miles"
+        )
+        ready = asyncio.ensure_future(_await(self._group.ready()))
+        try:
+            done, _ = await asyncio.wait((ready,), timeout=min(_PATIENCE_S, self._config.placement_timeout_s))
+            if not done:
+                self._on_event(f"waiting for room on the Ray cluster: {await self._why(bundles)}")
+                rest = max(self._config.placement_timeout_s - _PATIENCE_S, 0.0)
+                done, _ = await asyncio.wait((ready,), timeout=rest)
+            if not done:
+                raise RunError(
+                    "no_room",
+                    f"the Ray cluster had no room within {self._config.placement_timeout_s:g} s: "
+                    f"{await self._why(bundles)}; add nodes, ask for less (runtime.ray.*), or raise "
+                    "runtime.ray.placement_timeout_s",
+                )
+            ready.result()
+        finally:
+            ready.cancel()
+
+    async def _why(self, bundles: Sequence[Bundle]) -> str:
+        nodes = [node["Resources"] for node in await self.nodes() if node["Alive"]]
+        return shortage(bundles, nodes, self._config.placement) or "other jobs use what it has"
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        """What Ray says of every node, dead ones included."""
+        return list(await asyncio.to_thread(ray.nodes))
+
+    async def close(self) -> None:
+        """Give the room back and leave; a cluster that this process started ends."""
+        if ray.is_initialized():
+            await asyncio.to_thread(self._leave)
+        self._group = None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,187 @@
+"""The host of a run's processes on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_contracts import InvalidFieldError
+from miles_loop.config import RunConfig
+from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, TrainerSpec
+from miles_loop.processes import ProcessSpec
+from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
+from miles_loop.ray_runtime.cluster import Cluster
+from miles_loop.ray_runtime.placement import Bundle, plan
+from miles_loop.ray_runtime.supervisor import Place, Supervisor
+from miles_loop.run_folder import RunFolder
+from miles_loop.tcp_link import SECRET_VARIABLE, Listener, join_address
+
+_LOCAL_ADDRESSES = ("127.0.0.1", "localhost")
+
+
+class RayHost:
+    """Places trainer and engines by one placement group, each below a supervising actor.
+
+    Every node has to see the run folder (logs and checkpoints are written there by the processes themselves) and the
+    model; engines also have to see the trainer's shared memory. Each node is asked before anything starts on it.
+
+    Args:
+        config: of the run.
+        folder: its folder.
+        model: folder that is loaded.
+        on_event: told, in words, what is waited for.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None]) -> None:
+        _check(config)
+        self._config = config
+        self._logs = folder.logs.resolve()
+        self._model = model
+        self._cluster = Cluster(config.runtime.ray, on_event)
+        self._bundles: list[Bundle] = []
+        self._has_trainer = False
+        self._address = ""
+        self._trainer: ActorProcess | None = None
+        self._trainer_actor: tuple[Any, Place] | None = None
+        self._trainer_placed = asyncio.Event()
+
+    async def open(self, *, engines: int, trainer: bool) -> None:
+        """Join the cluster and reserve room.
+
+        Raises:
+            InvalidFieldError: no cluster at the address.
+            RunError: `no_room`.
+        """
+        self._address = await self._cluster.join()
+        self._has_trainer = trainer
+        self._bundles = plan(self._config, engines=engines, trainer=trainer)
+        if self._bundles:
+            await self._cluster.reserve(self._bundles)
+
+    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
+        """The trainer process; it connects to the driver, and nobody else can."""
+        listener = Listener(self._address)
+
+        async def settle(actor: Any, place: Place) -> Settled:
+            await self._require(actor, place, {"model": self._model, "run_dir": self._logs})
+            self._trainer_actor = (actor, place)
+            self._trainer_placed.set()
+            return Settled(self._with_environment(spec(listener.address), {SECRET_VARIABLE: listener.secret}))
+
+        self._trainer = self._process("trainer", 0, settle)
+        return HostedTrainer(self._trainer, listener)
+
+    async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
+        """The engine processes, their actors placed.
+
+        Raises:
+            RunError: `no_room`.
+            InvalidFieldError: a node does not see what it has to.
+        """
+        first = int(self._has_trainer)
+
+        def make(index: int) -> ActorProcess:
+            async def settle(actor: Any, place: Place) -> Settled:
+                await self._require(actor, place, {"model": self._model, "run_dir": self._logs})
+                await self._require_shared_memory(actor, place)
+                port = await actor.free_port.remote(place.host)
+                made = self._with_environment(spec(index, place.host, port), {})
+                return Settled(made, f"http://{join_address(place.host, port)}")
+
+            return self._process(f"engine-{index}", first + index, settle)
+
+        engines = [make(index) for index in range(len(self._bundles) - first)]
+        placed = engines if self._trainer is None or not self._has_trainer else [self._trainer, *engines]
+        await _together([process.reserve() for process in placed])
+        return [HostedEngine(str(engine.url), engine) for engine in engines]
+
+    async def close(self) -> None:
+        """Give the room back and leave the cluster."""
+        await self._cluster.close()
+
+    def _process(self, name: str, index: int, settle: Settle) -> ActorProcess:
+        def make() -> Any:
+            bundle = self._bundles[index]
+            return (
+                ray.remote(Supervisor)
+                .options(
+                    num_cpus=bundle.cpus,
+                    num_gpus=bundle.gpus,
+                    resources=dict(bundle.others),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self._cluster.group, placement_group_bundle_index=index
+                    ),
+                )
+                .remote()
+            )
+
+        deadline_s = self._config.runtime.ray.placement_timeout_s
+        return ActorProcess(name, self._logs / f"{name}.log", make, settle, deadline_s)
+
+    def _with_environment(self, spec: ProcessSpec, more: dict[str, str]) -> ProcessSpec:
+        environment = {**self._config.runtime.ray.env, **spec.environment, **more}
+        return dataclasses.replace(spec, environment=environment)
+
+    async def _require(self, actor: Any, place: Place, paths: Mapping[str, Path]) -> None:
+        """Every node must see these; the names are those of the fields that say where they are."""
+        missing = await actor.missing.remote([str(path) for path in paths.values()])
+        for name, path in paths.items():
+            if str(path) in missing:
+                raise InvalidFieldError(
+                    name, str(path), f"{place} does not see it; put it on storage that every node of the cluster mounts"
+                )
+
+    async def _require_shared_memory(self, actor: Any, place: Place) -> None:
+        """An engine that does not see the trainer's shared memory would fail at the first update; say so now."""
+        if not self._has_trainer:
+            return
+        await self._trainer_placed.wait()
+        assert self._trainer_actor is not None
+        trainer, there = self._trainer_actor
+        mark = str(self._config.sync.directory / f".miles-{secrets.token_hex(8)}")
+        await trainer.leave_mark.remote(mark)
+        try:
+            seen = not await actor.missing.remote([mark])
+        finally:
+            await trainer.remove_mark.remote(mark)
+        if not seen:
+            raise InvalidFieldError(
+                "runtime.ray.placement",
+                self._config.runtime.ray.placement.value,
+                f"an engine is on {place}, the trainer on {there}: weights that travel through shared memory cannot "
+                "get there; use strict_pack",
+            )
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse what has no meaning on a cluster.
+
+    Raises:
+        InvalidFieldError: naming it.
+    """
+    if config.engine.host not in _LOCAL_ADDRESSES:
+        raise InvalidFieldError(
+            "engine.host", config.engine.host, "on a Ray cluster engines listen on their own node's address; leave out"
+        )
+    if config.engine.port:
+        raise InvalidFieldError(
+            "engine.port", config.engine.port, "on a Ray cluster a free port of the engine's node is taken; leave out"
+        )
+
+
+async def _together(work: Sequence[Awaitable[None]]) -> None:
+    """All of it; when one fails, the others are not waited for."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
