@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from miles_contracts import Agent, Generate, InvalidFieldError, Reward
-from miles_loop.compose import Rollout, make_reward, make_rollout, make_tasks, sampling_params
+from miles_loop.compose import Rollout, make_rollout, make_tasks, sampling_params
 from miles_loop.config import RunConfig, SamplingConfig
 from miles_loop.fleet import Fleet
 from miles_loop.models import num_experts
 from miles_loop.recipe import Recipe
+from miles_loop.scoring import task_scoring
 from miles_rollout.evaluation import HeldOut
 from miles_rollout.generate import check_prompt_lengths
 from miles_rollout.imports import load_object
@@ -39,8 +40,7 @@ class Assembly:
         self._config = config
         self._renderer = load_renderer(model, None if recipe.renderer == "auto" else recipe.renderer)
         self._tasks = make_tasks(config.task, config.seed)
-        self._reward = make_reward(config.task.reward)
-        self._eval_reward = make_reward(config.task.eval_reward) if config.task.eval_reward else self._reward
+        self._scoring, self._eval_scoring = task_scoring(config.task)
         self._experts = num_experts(model) if config.trainer.replay.enabled else None
         self._agent: Agent | None = load_object(config.task.agent, field="task.agent") if config.task.agent else None
         limits = [limit for limit in (config.engine.max_context, model_context) if limit is not None]
@@ -66,27 +66,40 @@ class Assembly:
         """Worker and buffer over a fleet, not started."""
         config = self._config
         async with self._generate(
-            config.rollout.sampling, fleet.router, config.seed, self._reward, self._experts
+            config.rollout.sampling, fleet.router, config.seed, self._scoring.answer, self._experts
         ) as generate:
-            yield make_rollout(config, self._tasks.train, generate)
+            try:
+                yield make_rollout(config, self._tasks.train, generate, self._scoring.group)
+            finally:
+                await self._scoring.close()
 
     @asynccontextmanager
-    async def held_out(self, fleet: Fleet) -> AsyncIterator[list[HeldOut]]:
-        """What evaluation measures; empty when nothing is held out."""
+    async def held_out(self, router: Router) -> AsyncIterator[list[HeldOut]]:
+        """What evaluation measures, answered by the engines of `router`; empty when nothing is held out."""
         config, source = self._config, self._tasks.held_out
         if source is None:
             yield []
             return
         samples, seed = config.evaluation.samples, config.seed + EVALUATION_SEED_OFFSET
         async with self._generate(
-            config.evaluation.sampling, fleet.evaluation_router, seed, self._eval_reward, None
+            config.evaluation.sampling, router, seed, self._eval_scoring.answer, None
         ) as generate:
-            ks = tuple(dict.fromkeys((1, samples)))
-            yield [HeldOut(name=config.task.name, source=source, generate=generate, samples=samples, ks=ks)]
+            task = HeldOut(
+                name=config.task.name,
+                source=source,
+                generate=generate,
+                samples=samples,
+                ks=config.evaluation.ks or tuple(dict.fromkeys((1, samples))),
+                group_reward=self._eval_scoring.group,
+            )
+            try:
+                yield [task]
+            finally:
+                await self._eval_scoring.close()
 
     @asynccontextmanager
     async def _generate(
-        self, sampling: SamplingConfig, router: Router, seed: int, reward: Reward, experts: int | None
+        self, sampling: SamplingConfig, router: Router, seed: int, reward: Reward | None, experts: int | None
     ) -> AsyncIterator[Generate]:
         """How one answer is made; for an agent's task one episode, with a session server of its own.
 

@@ -1,9 +1,8 @@
-"""From configuration to the rollout half's parts: tasks, rewards, generation, buffer and worker."""
+"""From configuration to the rollout half's parts: tasks, filter, buffer, admission and worker."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles_contracts import (
@@ -12,19 +11,19 @@ from miles_contracts import (
     Group,
     GroupFilter,
     InvalidFieldError,
-    Reward,
     SamplingParams,
 )
-from miles_loop.config import FilterKind, RunConfig, SamplingConfig, TaskConfig, TaskSourceKind
+from miles_loop.config import RunConfig, SamplingConfig, TaskConfig, TaskSourceKind
 from miles_loop.names import nearest
 from miles_rollout.buffer import GroupBuffer
-from miles_rollout.episodes import WorkerConfig
-from miles_rollout.filters import reward_variance
+from miles_rollout.episodes import GroupReward, WorkerConfig
+from miles_rollout.filters import reward_variance, user_filter
 from miles_rollout.ledger import Ledger, UnusedPolicy
-from miles_rollout.rewards import ExactMatch, NumericMatch, ReasoningGymReward, UserReward
-from miles_rollout.scheduler import Scheduler
+from miles_rollout.scheduler import Granularity, Scheduler
 from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskSource
 from miles_rollout.worker import RolloutWorker
+
+_NO_SIGNAL = "no_signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +90,6 @@ def _gym_tasks(config: TaskConfig, seed: int) -> Tasks:
     return Tasks(make(Split.TRAIN, config.size, config.shuffle), held_out)
 
 
-def make_reward(name: str) -> Reward:
-    """`exact`, `numeric`, `verifier`, or the function `pkg.mod:fn`.
-
-    Raises:
-        InvalidFieldError: unknown name, or a function that cannot be imported or called.
-    """
-    builtin: dict[str, Callable[[], Reward]] = {
-        "exact": ExactMatch,
-        "numeric": NumericMatch,
-        "verifier": ReasoningGymReward,
-    }
-    if name in builtin:
-        return builtin[name]()
-    if ":" not in name:
-        hint = nearest(name, builtin)
-        raise InvalidFieldError("task.reward", name, f"{hint}use {', '.join(builtin)} or a function as pkg.mod:fn")
-    return UserReward(name)
-
-
 def sampling_params(config: SamplingConfig) -> SamplingParams:
     """The contract's parameters."""
     return SamplingParams(
@@ -119,6 +99,22 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
         top_k=config.top_k,
         stop=config.stop,
     )
+
+
+def make_filter(name: str) -> GroupFilter | None:
+    """`no_signal`, `none` (which is None), or the function `pkg.mod:fn`.
+
+    Raises:
+        InvalidFieldError: unknown name, or a function that cannot be imported.
+    """
+    if name == _NO_SIGNAL:
+        return reward_variance()
+    if name == "none":
+        return None
+    if ":" not in name:
+        hint = nearest(name, ("none", _NO_SIGNAL))
+        raise InvalidFieldError("rollout.filter", name, f"{hint}use none, {_NO_SIGNAL} or a function as pkg.mod:fn")
+    return user_filter(name, field="rollout.filter")
 
 
 class ArrivedRewards:
@@ -154,19 +150,27 @@ class Rollout:
     arrived: ArrivedRewards
 
 
-def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> Rollout:
+def make_rollout(
+    config: RunConfig, source: TaskSource, generate: Generate, group_reward: GroupReward | None = None
+) -> Rollout:
     """Buffer, admission and worker.
+
+    Args:
+        config: of the run.
+        source: prompts.
+        generate: makes answers.
+        group_reward: scores whole groups, None where `generate` scores answers.
 
     Raises:
         InvalidFieldError: values that contradict each other.
     """
     rollout = config.rollout
-    arrived = ArrivedRewards(reward_variance() if rollout.filter is FilterKind.NO_SIGNAL else None)
+    arrived = ArrivedRewards(make_filter(rollout.filter))
     if config.buffer_groups < rollout.groups_per_step:
         raise InvalidFieldError(
             "rollout.buffer_groups", config.buffer_groups, f"a batch has {rollout.groups_per_step} groups"
         )
-    if rollout.filter is FilterKind.NO_SIGNAL and rollout.group_size == 1:
+    if rollout.filter == _NO_SIGNAL and rollout.group_size == 1:
         raise InvalidFieldError(
             "rollout.group_size",
             1,
@@ -174,12 +178,22 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             "or --rollout.filter none with an estimator that needs no group (trainer.advantage.estimator)",
         )
     tokens = rollout.sampling.max_new_tokens + (rollout.max_prompt_tokens or 0)
+    if rollout.max_in_flight is not None and rollout.max_in_flight < rollout.group_size:
+        raise InvalidFieldError(
+            "rollout.max_in_flight", rollout.max_in_flight, f"one group alone has {rollout.group_size} answers"
+        )
     scheduler = Scheduler(
-        batch_groups=rollout.groups_per_step, group_size=rollout.group_size, depth=config.pipeline_depth
+        batch_groups=rollout.groups_per_step,
+        group_size=rollout.group_size,
+        depth=config.pipeline_depth,
+        max_trajectories=rollout.max_in_flight,
+        max_tokens=rollout.max_tokens_in_flight,
+        granularity=Granularity(rollout.granularity),
     )
     worker = RolloutWorker(
         source=source,
         generate=generate,
+        group_reward=group_reward,
         buffer=GroupBuffer(
             max_groups=config.buffer_groups,
             max_bytes=rollout.buffer_mib * 2**20,
@@ -191,10 +205,12 @@ def make_rollout(config: RunConfig, source: TaskSource, generate: Generate) -> R
             on_failure=UnusedPolicy(rollout.on_failure),
             on_stale=UnusedPolicy(rollout.on_stale),
             max_retries=rollout.max_attempts - 1,
+            stride=1 + rollout.replace_members,
         ),
         config=WorkerConfig(
             tokens_per_trajectory=tokens,
             episode_timeout_s=rollout.timeout_s,
+            replace_members=rollout.replace_members,
             no_progress_s=config.runtime.step_timeout_s,
         ),
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import PauseMode
+from miles_rollout.router import RouterConfig
 from miles_trainer.config import TrainerConfig
 
 Positive = Annotated[int, Field(ge=1)]
@@ -31,6 +32,14 @@ class TaskSourceKind(StrEnum):
 
     JSONL = "jsonl"
     REASONING_GYM = "reasoning_gym"
+
+
+class RewardScope(StrEnum):
+    """What a reward function of the user is given."""
+
+    ANSWER = "answer"
+    BATCH = "batch"
+    GROUP = "group"
 
 
 class TaskConfig(Section):
@@ -61,7 +70,12 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     """System message put before every prompt."""
     reward: str = "exact"
-    """How a response is scored: `exact`, `numeric`, `verifier` (reasoning-gym's own) or your function `pkg.mod:fn`."""
+    """How a response is scored: `exact`, `numeric`, `maths` (math-verify), `code` (the program in the answer runs
+    against `metadata.tests` in a sandbox), `verifier` (reasoning-gym's own), the http:// or https:// address of a
+    reward service, or your function `pkg.mod:fn`."""
+    reward_scope: RewardScope = RewardScope.ANSWER
+    """How your reward function is called: `answer` fn(task, response), `batch` fn(tasks, responses) with all that
+    arrive together, `group` fn(task, trajectories) with all answers to one prompt; the last two return a list."""
     eval_reward: str | None = None
     """How held-out responses are scored, when it differs from `reward` (partial credit in training, say)."""
     agent: str | None = None
@@ -98,11 +112,11 @@ class UnusedPrompts(StrEnum):
     DROP = "drop"
 
 
-class FilterKind(StrEnum):
-    """Which finished groups are worth training on."""
+class Granularity(StrEnum):
+    """When a group's share of the bounds in flight is free again."""
 
-    NONE = "none"
-    NO_SIGNAL = "no_signal"
+    SAMPLE = "sample"
+    GROUP = "group"
 
 
 class RolloutConfig(Section):
@@ -121,8 +135,17 @@ class RolloutConfig(Section):
     """The prompt of a group that grew too stale: sample it again (`retry`) or `drop` it (counted)."""
     max_attempts: Positive = 3
     """How often one prompt is tried before it is given up (and counted)."""
-    filter: FilterKind = FilterKind.NO_SIGNAL
-    """`no_signal` drops groups whose rewards are all equal (they carry no gradient); `none` keeps all."""
+    replace_members: NonNegative = 0
+    """Sample a failed answer of a group again this often before its whole group counts as failed."""
+    filter: str = "no_signal"
+    """`no_signal` drops groups whose rewards are all equal (they carry no gradient); `none` keeps all; or your
+    function `pkg.mod:fn`, which takes a group and says whether to keep it."""
+    max_in_flight: Positive | None = None
+    """Most answers under way at the same time; default: what the pipeline depth admits."""
+    max_tokens_in_flight: Positive | None = None
+    """Most tokens (longest prompt and answer of each) under way at the same time; default: no bound."""
+    granularity: Granularity = Granularity.SAMPLE
+    """An answer frees its slot at once (`sample`), or all of a group's together when the last is done (`group`)."""
     buffer_groups: Positive | None = None
     """Most finished groups that wait for the trainer; default: 2 x `groups_per_step`."""
     buffer_mib: Positive = 1024
@@ -144,8 +167,42 @@ class EvaluationSamplingConfig(SamplingConfig):
     """Divides the logits before the softmax; 0 is greedy."""
 
 
+class EvaluationMode(StrEnum):
+    """Where held-out tasks are measured."""
+
+    SHARED = "shared"
+    DEDICATED = "dedicated"
+    EXTERNAL = "external"
+
+
+class EvaluationOverflow(StrEnum):
+    """What happens when an evaluation is due and too many are outstanding."""
+
+    BACKPRESSURE = "backpressure"
+    SKIP = "skip"
+
+
 class EvaluationConfig(Section):
     """When and how held-out tasks are measured."""
+
+    mode: EvaluationMode = EvaluationMode.SHARED
+    """`shared`: on the engines of the run, which make no new training answers meanwhile; `dedicated`: on engines of
+    their own, beside training, from a snapshot; `external`: by the program `command`, beside training."""
+    engines: Positive = 1
+    """dedicated: number of engine processes."""
+    urls: tuple[str, ...] = ()
+    """dedicated: use these running engines and start none; they must see the run folder."""
+    command: tuple[str, ...] = ()
+    """external: program and arguments; `{checkpoint}` becomes the snapshot's folder, `{version}` its number. Its last
+    line of output is a JSON object of numbers, recorded as `eval/<name>`."""
+    max_outstanding: Positive = 2
+    """dedicated, external: evaluations that may be waiting or running."""
+    overflow: EvaluationOverflow = EvaluationOverflow.BACKPRESSURE
+    """dedicated, external: when that many are outstanding, wait for one (`backpressure`) or `skip` the new one."""
+    keep_snapshots: NonNegative = 0
+    """dedicated, external: measured snapshots that stay in the run folder (the newest ones)."""
+    timeout_s: Seconds = 3600.0
+    """dedicated, external: deadline of one evaluation; a late one is a skipped point."""
 
     every: NonNegative = 0
     """Evaluate after every n optimiser steps; 0: only at start and end."""
@@ -155,8 +212,22 @@ class EvaluationConfig(Section):
     """Evaluate the final policy."""
     samples: Positive = 1
     """Answers per held-out prompt."""
+    ks: tuple[Positive, ...] = ()
+    """The k of `pass@k` and `mean@k`, each at most `samples`; default: 1 and `samples`."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Sampling of evaluation answers (greedy by default)."""
+
+    @model_validator(mode="after")
+    def _mode_is_complete(self) -> EvaluationConfig:
+        if self.mode is EvaluationMode.EXTERNAL and not self.command:
+            raise ValueError("command: mode external needs evaluation.command (the program that measures)")
+        if self.command and self.mode is not EvaluationMode.EXTERNAL:
+            raise ValueError("command: it is only used by mode external; set evaluation.mode, or leave it out")
+        if self.command and not any("{checkpoint}" in part for part in self.command):
+            raise ValueError("command: write {checkpoint} where the snapshot's folder belongs")
+        if bad := [k for k in self.ks if k > self.samples]:
+            raise ValueError(f"ks: {bad[0]} is more than evaluation.samples, {self.samples}")
+        return self
 
 
 class EngineConfig(Section):
@@ -184,11 +255,52 @@ class EngineConfig(Section):
     """Deadline for an engine to become healthy."""
     restarts: NonNegative = 3
     """How often a dead engine is started again before the run ends."""
+    hang_s: Seconds = 120.0
+    """An engine that answers no health check for this long is killed and started again."""
+
+
+class TransportKind(StrEnum):
+    """The way that weights take."""
+
+    LOCAL = "local"
+    BROADCAST = "broadcast"
+    PEER = "peer"
+    DISK = "disk"
+
+
+class BroadcastBackend(StrEnum):
+    """Communicators of the broadcast transport."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+class PeerBackendKind(StrEnum):
+    """How bytes get into the memory of a peer."""
+
+    TCP = "tcp"
+    SHARED = "shared"
+    NIXL = "nixl"
 
 
 class SyncConfig(Section):
     """How new weights reach the engines."""
 
+    transport: TransportKind = TransportKind.LOCAL
+    """`local` (shared memory of one machine), `broadcast` (one group of the trainer and all engines; the one for SGLang
+    and for engines on other machines), `peer` (one-sided writes into the memory of each engine) or `disk` (changed
+    bytes through a shared folder)."""
+    host: str = "127.0.0.1"
+    """broadcast: address of the trainer's machine, as the engines' machines reach it."""
+    backend: BroadcastBackend = BroadcastBackend.GLOO
+    """broadcast: `gloo` (CPU) or `nccl` (trainer and engines on GPUs)."""
+    peer_backend: PeerBackendKind = PeerBackendKind.TCP
+    """peer: `tcp`, `shared` (one machine) or `nixl` (RDMA; needs `miles-sync[nixl]`)."""
+    store: Path | None = None
+    """disk: shared folder that versions are published in; default: `weights` in the run folder."""
+    checkpoint_dir: Path | None = None
+    """disk: local folder of the engines' machine for the patched checkpoint; default: `engine-weights` in the run
+    folder."""
     mode: PauseMode = PauseMode.RETRACT
     """Requests that run while weights change: `retract` (recompute their cache), `in_place` or `abort`."""
     bucket_mib: Positive = 512
@@ -274,6 +386,8 @@ class RuntimeConfig(Section):
     ray: RayConfig = RayConfig()
     trainer_threads: Positive = 1
     """CPU threads of the trainer process."""
+    trainer_restarts: NonNegative = 1
+    """How often the run goes back to its newest checkpoint by itself when the trainer process dies."""
     step_timeout_s: Seconds = 3600.0
     """Deadline for one optimiser step, and for one batch of groups."""
     stop_timeout_s: Seconds = 10.0
@@ -308,6 +422,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     engine: EngineConfig = EngineConfig()
+    router: RouterConfig = RouterConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()

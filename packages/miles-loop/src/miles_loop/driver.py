@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -28,11 +28,13 @@ from miles_loop.config import RunConfig
 from miles_loop.display import Display
 from miles_loop.errors import InterruptedRunError
 from miles_loop.fleet import Fleet
+from miles_loop.measuring import Measurement
 from miles_loop.progress import Progress
-from miles_loop.records import ledger_entry, rollout_record, split_clock
-from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
+from miles_loop.recorder import RunRecorder
+from miles_loop.records import rollout_record, split_clock
+from miles_loop.run_folder import RunFolder
 from miles_loop.trainer_client import TrainerClient
-from miles_rollout.evaluation import HeldOut, evaluate
+from miles_rollout.evaluation import EvalPoint
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +52,7 @@ class DriverParts:
     fleet: Fleet
     rollout: Rollout
     records: EngineRecords
-    held_out: Sequence[HeldOut]
+    measurement: Measurement | None
     display: Display
     progress: Progress
     process_age_s: Callable[[], float]
@@ -64,25 +66,26 @@ class Driver:
         self._config = config
         self._parts = parts
         self._progress = parts.progress
-        self._metrics = JsonlWriter(parts.folder.metrics_file)
-        self._ledger = JsonlWriter(parts.folder.ledger_file)
-        self._recorder = TrajectoryRecorder(
-            parts.folder.trajectories, config.record.trajectories, config.record.trajectories_mib * 2**20
+        self._recorder = RunRecorder(
+            parts.folder,
+            config.record,
+            parts.progress,
+            parts.display,
+            tokens_sampled=lambda: parts.records.tokens_sampled,
+            engine_restarts=lambda: parts.fleet.restarts,
+            process_age_s=parts.process_age_s,
         )
         self.stop_requested = asyncio.Event()
         self.stopped_by = ""
-        self._wall_before_s = self._progress.counters["wall_s"]
-        self._sampled_before = int(self._progress.counters["tokens_sampled"])
-        self._restarts_before = int(self._progress.counters["engine_restarts"])
         self._checkpoint_s: float | None = None
         self._saved_step = self._progress.step
         self._snapshot: LoopState | None = None
+        self._restarts_seen = 0
         self._rate_from: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
 
     def close(self) -> None:
         """Close the record files."""
-        self._metrics.close()
-        self._ledger.close()
+        self._recorder.close()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
@@ -103,9 +106,9 @@ class Driver:
             await parts.fleet.update(start)
         progress.begin(start)
         opening: asyncio.Task[None] | None = None
-        if start == 0 and config.evaluation.at_start and parts.held_out:
-            # Both only need version 0; at depth 0 they take turns, so that every batch is made under the same load.
-            opening = asyncio.create_task(self._opening_evaluation())
+        if self._opening_due(start):
+            # Both only need this version; at depth 0 they take turns, so that every batch is made under the same load.
+            opening = asyncio.create_task(self._open(start))
             if config.pipeline_depth == 0:
                 await opening
         try:
@@ -117,6 +120,7 @@ class Driver:
                     raise InterruptedRunError(self.stopped_by)
             if config.checkpoint.at_end and self._saved_step != config.steps:
                 await self._checkpoint()
+            await self._await_points()
         except InterruptedRunError:
             if progress.step > 0 and self._saved_step != progress.step:
                 await self._checkpoint()
@@ -134,10 +138,10 @@ class Driver:
         groups = list(batch.groups)
         collected = time.monotonic()
         # Taken now: at depth 0 nothing is in flight, so these figures depend on nothing but the batch.
-        rollout_metrics = worker.metrics()
+        rollout_metrics = worker.metrics() | self._fleet_metrics()
         record = split_clock(rollout_record(groups, parts.rollout.arrived.take()) | rollout_metrics)
         if opening is not None:
-            await opening  # it measures version 0, which the update below would replace
+            await opening  # it measures a version that the training below replaces
         evaluating = self._evaluation_due(step)
         async with parts.fleet.weights_lock:
             self._phase("training")
@@ -155,7 +159,7 @@ class Driver:
         if report is not None:
             record |= report.metrics()
         if evaluating:
-            record |= await self._evaluate()
+            record |= await self._measure(step)
         now = time.monotonic()
         tokens = sum(group.num_tokens for group in groups)
         record |= {
@@ -166,6 +170,7 @@ class Driver:
             "perf/step_s": now - started,
         }
         self._write(step, record, groups)
+        self._write_points(parts.measurement.take(step) if parts.measurement is not None else [])
         # At depth 0 nothing of the next batch exists yet: a run resumed from here cannot be told from this one.
         self._snapshot = self._take_snapshot() if config.pipeline_depth == 0 else None
         worker.resume_new(_BETWEEN_STEPS)
@@ -209,56 +214,58 @@ class Driver:
 
     def _evaluation_due(self, step: int) -> bool:
         config = self._config.evaluation
-        if not self._parts.held_out:
+        if self._parts.measurement is None:
             return False
         at_end = config.at_end and step == self._config.steps
-        return at_end or (config.every > 0 and step % config.every == 0)
+        return at_end or (config.every > 0 and step > 0 and step % config.every == 0)
 
-    async def _evaluate(self) -> dict[str, float]:
-        """Held-out rewards of the weights that the engines serve now; no training answer is in flight."""
+    def _opening_due(self, start: int) -> bool:
+        """Before the first step when asked for; after a resume when what was due then was not finished."""
+        measurement = self._parts.measurement
+        if start == 0:
+            return measurement is not None and self._config.evaluation.at_start
+        missing = all(step != start for step, _ in self._progress.evaluations)
+        return measurement is not None and measurement.beside and missing and self._evaluation_due(start)
+
+    async def _open(self, start: int) -> None:
+        assert self._parts.measurement is not None
+        for point in await self._parts.measurement.measure(start):
+            self._recorder.skipped(point)
+            self._write(start, point.metrics, [])
+
+    async def _measure(self, step: int) -> dict[str, float]:
+        """Measure the weights of this step, or have them measured; no training answer is started meanwhile."""
+        assert self._parts.measurement is not None
         self._phase("evaluating")
         started = time.monotonic()
-        await self._parts.rollout.worker.quiesce(deadline_s=self._config.runtime.step_timeout_s)
-        metrics = await self._held_out_metrics()
-        return metrics | {"perf/evaluation_s": time.monotonic() - started}
+        record: dict[str, float] = {}
+        for point in await self._parts.measurement.measure(step):
+            self._recorder.skipped(point)
+            record |= point.metrics
+        return record | {"perf/evaluation_s": time.monotonic() - started}
 
-    async def _held_out_metrics(self) -> dict[str, float]:
-        metrics = await evaluate(self._parts.held_out, episode_timeout_s=self._config.rollout.timeout_s)
-        if self._parts.fleet.lockstep is not None:
-            # A resumed run does not repeat this evaluation: it must leave nothing that the next batch could find.
-            await self._parts.fleet.flush()
-        return metrics
+    async def _await_points(self) -> None:
+        measurement = self._parts.measurement
+        if measurement is not None and measurement.beside:
+            self._phase("waiting for evaluations")
+            self._write_points(await self._unless_stopped(measurement.finish(self._progress.step)))
 
-    async def _opening_evaluation(self) -> None:
-        self._write(0, await self._held_out_metrics(), [])
+    def _write_points(self, points: list[EvalPoint]) -> None:
+        for point in points:
+            self._recorder.point(point)
 
     # -- records ------------------------------------------------------------------------------------------
 
+    def _fleet_metrics(self) -> dict[str, float]:
+        fleet = self._parts.fleet
+        restarts, self._restarts_seen = fleet.restarts - self._restarts_seen, fleet.restarts
+        return fleet.router.take_metrics() | {"router/engine_restarts": float(restarts)}
+
     def _write(self, step: int, record: dict[str, float], groups: list[Group]) -> None:
-        parts, progress = self._parts, self._progress
         if self._checkpoint_s is not None:
             record["perf/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
-        line = {"step": step, "time": time.time(), **{key: record[key] for key in sorted(record)}}
-        self._metrics.write(line)
-        if step > 0:
-            self._ledger.write(ledger_entry(step, groups))
-            self._recorder.write(step, groups)
-            progress.step = step
-        if step == 1:
-            progress.time_to_first_step_s = parts.process_age_s()
-        progress.note(line)
-        self._count(record)
-        parts.folder.write_status(progress.to_status())
-        parts.display.step(progress)
-
-    def _count(self, record: dict[str, float]) -> None:
-        counters = self._progress.counters
-        counters["tokens_sampled"] = self._sampled_before + self._parts.records.tokens_sampled
-        counters["engine_restarts"] = self._restarts_before + self._parts.fleet.restarts
-        counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
-        counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
-        counters["wall_s"] = self._wall_before_s + self._parts.process_age_s()
+        self._recorder.step(step, record, groups)
 
     def _phase(self, text: str) -> None:
         # The way to the first step is worth a look in the log, each later step is not.
@@ -275,8 +282,7 @@ class Driver:
         started = time.monotonic()
         state = self._snapshot or self._take_snapshot()
         # The records up to this step must be on disk before the checkpoint says that the step is done.
-        await asyncio.to_thread(self._metrics.sync)
-        await asyncio.to_thread(self._ledger.sync)
+        await asyncio.to_thread(self._recorder.sync)
         path = await write_checkpoint(parts.folder.checkpoints, state, parts.trainer.save, self._config.checkpoint.keep)
         self._checkpoint_s = time.monotonic() - started
         self._saved_step = progress.step

@@ -37,7 +37,7 @@ async def evaluate_model(recipe: Recipe, config: RunConfig, scratch: Path) -> di
         await runtime.launch(model, trainer=False)
         assembly = await asyncio.to_thread(Assembly, recipe, config, model, max_context(model))
         await runtime.fleet.wait_ready()
-        async with assembly.held_out(runtime.fleet) as held_out:
+        async with assembly.held_out(runtime.fleet.evaluation_router) as held_out:
             if not held_out:
                 raise InvalidFieldError("task.eval_size", 0, "nothing is held out; set it, or give task.eval_path")
             return await evaluate(held_out, episode_timeout_s=config.rollout.timeout_s)

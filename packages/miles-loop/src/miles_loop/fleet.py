@@ -209,6 +209,8 @@ class Fleet:
             self._on_event(f"engine {slot.process.name} {death.how}; starting it again")
             try:
                 await slot.process.start()
+                if slot.process.url is not None:
+                    await slot.client.move_to(slot.process.url)
                 await self._wait_ready(slot)
                 await self._revive(slot)
             except (RunError, DeadlineExceededError, WeightUpdateError) as error:

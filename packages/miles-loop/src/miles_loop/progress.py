@@ -6,6 +6,7 @@ Counters are totals since the start of the run and survive a resume; a resumed r
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,6 +33,8 @@ _COUNTERS = (
     "engine_restarts",
     "prompts_given_up",
     "prompts_dropped",
+    "evaluations_skipped",
+    "trainer_restarts",
     "wall_s",
 )
 
@@ -75,13 +78,15 @@ class Progress:
         self.status = RunStatus.RUNNING
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Take in a record of `metrics.jsonl`."""
-        self.latest = dict(record)
+        """Take in a record of `metrics.jsonl`; one of an earlier step is an evaluation that took its time."""
+        if record["step"] >= self.latest.get("step", 0):
+            same = record["step"] == self.latest.get("step")
+            self.latest = {**self.latest, **record} if same else dict(record)
         if "rollout/reward" in record:
             self.rewards.append((record["step"], record["rollout/reward"]))
         scores = [v for k, v in record.items() if k.startswith("eval/") and k.endswith("/reward")]
         if scores:
-            self.evaluations.append((record["step"], sum(scores) / len(scores)))
+            insort(self.evaluations, (record["step"], sum(scores) / len(scores)))
 
     @property
     def seconds_left(self) -> float | None:

@@ -11,6 +11,21 @@ from miles_contracts import InvalidFieldError
 from miles_loop.display import duration
 from miles_loop.progress import RunStatus
 from miles_loop.run_folder import RunFolder, read_jsonl
+from miles_rollout.metrics import BIAS_PREFIX
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of the comparison that shows what kind of prompts a run leaves out.
+
+    Attributes:
+        answers: how many, over all steps.
+        length: mean sampled tokens, None without answers.
+        reward: mean reward of those that were scored (low: hard prompts), None without any.
+    """
+
+    answers: int
+    length: float | None
+    reward: float | None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +44,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tokens_trained: tokens that entered the loss.
         token_mismatches: trained tokens that are not bit-equal to the engine's record of them.
         engine_restarts: engines started again.
+        trainer_restarts: times that the run went back to a checkpoint because its trainer process died.
+        evaluations_skipped: evaluations that could not be done; the records say why.
         prompts_given_up: prompts whose attempts were used up.
+        bias: answers that were trained beside answers that were dropped, see `Side`.
         time_to_first_step_s: from process start to the end of the first optimiser step.
         wall_s: time the run has taken, resumed parts added.
         evaluations: every evaluation: step, and mean reward by task.
@@ -49,7 +67,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     token_mismatches: int
     engine_restarts: int
+    trainer_restarts: int
+    evaluations_skipped: int
     prompts_given_up: int
+    bias: dict[str, Side]
     time_to_first_step_s: float | None
     wall_s: float
     evaluations: list[dict[str, Any]]
@@ -66,7 +87,23 @@ def evaluations(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         if tasks:
             found.append({"step": record["step"], **tasks})
-    return found
+    return sorted(found, key=lambda e: e["step"])
+
+
+def bias(records: list[dict[str, Any]]) -> dict[str, Side]:
+    """Trained and dropped answers of all steps together."""
+    return {side: _side(records, f"{BIAS_PREFIX}{side}_") for side in ("trained", "dropped")}
+
+
+def _side(records: list[dict[str, Any]], prefix: str) -> Side:
+    counted = [r for r in records if r.get(prefix + "trajectories")]
+
+    def mean(name: str) -> float | None:
+        known = [(r[prefix + name], r[prefix + "trajectories"]) for r in counted if prefix + name in r]
+        return sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
+
+    answers = int(sum(r[prefix + "trajectories"] for r in counted))
+    return Side(answers=answers, length=mean("length"), reward=mean("reward"))
 
 
 def make_report(path: Path) -> Report:
@@ -103,7 +140,10 @@ def make_report(path: Path) -> Report:
         tokens_trained=int(counters.get("tokens_trained", 0)),
         token_mismatches=int(counters.get("token_mismatches", 0)),
         engine_restarts=int(counters.get("engine_restarts", 0)),
+        trainer_restarts=int(counters.get("trainer_restarts", 0)),
+        evaluations_skipped=int(counters.get("evaluations_skipped", 0)),
         prompts_given_up=int(counters.get("prompts_given_up", 0)),
+        bias=bias(records),
         time_to_first_step_s=status.get("time_to_first_step_s"),
         wall_s=round(counters.get("wall_s", 0.0), 3),
         evaluations=evaluations(records),
@@ -130,10 +170,22 @@ def rows(report: Report) -> list[tuple[str, str]]:
     ]
     if report.engine_restarts:
         found.append(("engine restarts", str(report.engine_restarts)))
+    if report.trainer_restarts:
+        found.append(("trainer restarts", str(report.trainer_restarts)))
+    if report.evaluations_skipped:
+        found.append(("evaluations skipped", str(report.evaluations_skipped)))
+    if report.bias["dropped"].answers:
+        found += [(f"answers {name}", _side_text(side)) for name, side in report.bias.items()]
     if report.prompts_given_up:
         found.append(("prompts given up", str(report.prompts_given_up)))
     found.append(("folder", report.run))
     return found
+
+
+def _side_text(side: Side) -> str:
+    length = "-" if side.length is None else f"{side.length:,.1f}"
+    reward = "-" if side.reward is None else f"{side.reward:.3f}"
+    return f"{side.answers:,}, mean length {length}, mean reward {reward}"
 
 
 def text(report: Report) -> str:

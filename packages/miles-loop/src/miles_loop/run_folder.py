@@ -96,6 +96,11 @@ class RunFolder:
         return self.path / "trajectories"
 
     @property
+    def snapshots(self) -> Path:
+        """Weights that are being measured beside training."""
+        return self.path / "snapshots"
+
+    @property
     def model(self) -> Path:
         """The initial model, when the recipe made one for this run."""
         return self.path / "model"

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_contracts import InvalidFieldError, MilesError
@@ -16,12 +17,12 @@ from miles_loop.audit import EngineRecords
 from miles_loop.checkpoint import LoopState, clean, newest_checkpoint, read_checkpoint
 from miles_loop.config import RunConfig
 from miles_loop.display import Display
-from miles_loop.errors import DiskFullError, InterruptedRunError, RunError
+from miles_loop.errors import DiskFullError, InterruptedRunError, ProcessDiedError, RunError
 from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import LocalRuntime, start_message
+from miles_loop.runtime import TRAINER, LocalRuntime, start_message
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
@@ -62,6 +63,7 @@ class RunSession:
         self.progress = Progress(steps=config.steps)
         if resumed is not None:
             self._restore_progress(resumed)
+        self._wall_before_s = self.progress.counters["wall_s"]
 
     def _restore_progress(self, state: LoopState) -> None:
         self.progress.step = state.step
@@ -82,7 +84,7 @@ class RunSession:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:
-            await self._run()
+            await self._run_until_done()
             self.progress.status = RunStatus.FINISHED
             self.progress.phase = "finished"
         except InterruptedRunError as error:
@@ -122,6 +124,31 @@ class RunSession:
         else:
             main.cancel()
 
+    async def _run_until_done(self) -> None:
+        """The run; a trainer process that dies costs what came after the newest checkpoint, so often as allowed."""
+        restarts_left = self._config.runtime.trainer_restarts
+        while True:
+            try:
+                return await self._run()
+            except ProcessDiedError as error:
+                checkpoint = newest_checkpoint(self._folder.checkpoints)
+                if error.name != TRAINER or not restarts_left or checkpoint is None or self._stop_signals:
+                    raise
+                restarts_left -= 1
+                self._event(f"{error}\ngoing back to {checkpoint}")
+                await asyncio.to_thread(self._go_back, checkpoint)
+
+    def _go_back(self, checkpoint: Path) -> None:
+        """To the state of a checkpoint, as a resumed run does; engines start anew, too."""
+        clean(self._folder.checkpoints)
+        state = read_checkpoint(checkpoint)
+        rewind(self._folder, state)
+        restarts = self.progress.counters["trainer_restarts"] + 1
+        self._resumed, self._checkpoint = state, checkpoint
+        self.progress = Progress(steps=self._config.steps)
+        self._restore_progress(state)
+        self.progress.counters |= {"trainer_restarts": restarts, "wall_s": self._wall_before_s}
+
     async def _run(self) -> None:
         config, folder = self._config, self._folder
         self._phase("making the model")
@@ -150,15 +177,19 @@ class RunSession:
                 raise RunError(
                     "damaged_checkpoint", f"the trainer continues at {version}, the driver at {self.progress.step}"
                 )
-            await self._drive(assembly, runtime, records)
+            await self._drive(assembly, runtime, records, model)
         finally:
             self._phase("ending processes")
             await runtime.stop()
 
-    async def _drive(self, assembly: Assembly, runtime: LocalRuntime, records: EngineRecords) -> None:
+    async def _drive(self, assembly: Assembly, runtime: LocalRuntime, records: EngineRecords, model: Path) -> None:
         from miles_loop.driver import Driver, DriverParts
+        from miles_loop.measuring import open_measurement
 
-        async with assembly.rollout(runtime.fleet) as rollout, assembly.held_out(runtime.fleet) as held_out:
+        async with (
+            assembly.rollout(runtime.fleet) as rollout,
+            open_measurement(self._config, assembly, runtime, rollout.worker, self._folder, model) as measurement,
+        ):
             if self._resumed is not None:
                 rollout.worker.restore(self._resumed.rollout)
                 records.restore(self._resumed.records)
@@ -170,7 +201,7 @@ class RunSession:
                     fleet=runtime.fleet,
                     rollout=rollout,
                     records=records,
-                    held_out=held_out,
+                    measurement=measurement,
                     display=self._display,
                     progress=self.progress,
                     process_age_s=process_age_s,
@@ -259,6 +290,13 @@ def open_resumed(folder: RunFolder, config: RunConfig) -> LoopState | None:
     if step >= config.steps:
         raise InvalidFieldError("steps", config.steps, f"the run has done {step}; ask for more with --steps")
     folder.prepare(config)
+    rewind(folder, state)
+    return state
+
+
+def rewind(folder: RunFolder, state: LoopState | None) -> None:
+    """Take back what was recorded after `state`, None for everything."""
+    step = state.step if state is not None else 0
     # Without a checkpoint there is nothing before step 1 to keep: the opening evaluation is repeated too.
     last_kept = step if state is not None else -1
     for file in (folder.metrics_file, folder.ledger_file):
@@ -266,4 +304,3 @@ def open_resumed(folder: RunFolder, config: RunConfig) -> LoopState | None:
     for trajectory in folder.trajectories.glob("step_*.mls"):
         if int(trajectory.stem.removeprefix("step_")) > step:
             trajectory.unlink()
-    return state

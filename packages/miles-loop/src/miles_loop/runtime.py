@@ -52,14 +52,34 @@ def trainer_spec(config: RunConfig, where: str) -> ProcessSpec:
     )
 
 
+def sender_settings(config: RunConfig) -> link.SenderSettings:
+    """How the trainer process sends weights."""
+    sync = config.sync
+    return link.SenderSettings(
+        transport=sync.transport,
+        bucket_bytes=sync.bucket_mib * 2**20,
+        directory=str(sync.directory),
+        host=sync.host,
+        backend=sync.backend,
+        peer_backend=sync.peer_backend,
+        store=str(weight_store(config)),
+        timeout_s=sync.deadline_s,
+    )
+
+
+def weight_store(config: RunConfig) -> Path:
+    """Where the disk transport publishes versions."""
+    assert config.run_dir is not None  # a run has one before anything is started
+    return (config.sync.store or config.run_dir / "weights").absolute()
+
+
 def start_message(config: RunConfig, model: Path, checkpoint: Path | None) -> link.Start:
     """What the trainer process is told first."""
     return link.Start(
         model_path=str(model),
         config=config.trainer.model_dump(mode="json"),
         seed=config.seed,
-        shm_directory=str(config.sync.directory),
-        bucket_bytes=config.sync.bucket_mib * 2**20,
+        sender=sender_settings(config),
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
 

@@ -15,7 +15,6 @@ from miles_contracts import (
     DeadlineExceededError,
     Group,
     MilesError,
-    ShmBucket,
     WeightManifest,
     WeightUpdateError,
     wire,
@@ -23,6 +22,7 @@ from miles_contracts import (
 from miles_loop import trainer_link as link
 from miles_loop.errors import DiskFullError, RunError, TrainerFailedError
 from miles_loop.files import is_disk_full
+from miles_sync.messages import AnyBucket, GroupOffer
 
 R = TypeVar("R")
 _HEADER_BYTES = 32
@@ -79,12 +79,17 @@ class TrainerClient:
         """One optimiser step."""
         return await self._call(link.TrainStep(groups=list(groups)), link.StepDone, "the optimiser step")
 
+    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
+        """Name the engines that receive from now on; the group that they have to join, if any."""
+        request = link.Connect(receivers=tuple(receivers), split=split)
+        return (await self._call(request, link.Connected, "the sender to turn to other engines")).offer
+
     async def begin(self, version: int) -> tuple[str, WeightManifest]:
         """Open an export of the current weights: its name, and names, dtypes and shapes of what comes."""
         begun = await self._call(link.BeginExport(version=version), link.ExportBegun, "the weight export")
         return begun.update_id, begun.manifest
 
-    async def buckets(self, update_id: str) -> AsyncIterator[ShmBucket]:
+    async def buckets(self, update_id: str) -> AsyncIterator[AnyBucket]:
         """The buckets of an open export, in order; each is filled when it is asked for."""
         while True:
             ready = await self._call(link.NextBucket(update_id=update_id), link.BucketReady, "a bucket of weights")

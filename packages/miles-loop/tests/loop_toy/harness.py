@@ -65,8 +65,8 @@ def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def without_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records without what depends on time."""
-    return [{k: v for k, v in r.items() if k != "time" and not k.startswith("perf/")} for r in found]
+    """Records without what depends on time, or on which engine served what."""
+    return [{k: v for k, v in r.items() if k != "time" and not k.startswith(("perf/", "router/"))} for r in found]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

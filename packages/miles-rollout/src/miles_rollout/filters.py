@@ -41,13 +41,17 @@ def all_of(filters: Sequence[GroupFilter]) -> GroupFilter:
     return decide
 
 
-def user_filter(path: str) -> GroupFilter:
+def user_filter(path: str, *, field: str = "filter") -> GroupFilter:
     """The function `package.module:name`, which takes a Group and returns a FilterDecision or a bool.
+
+    Args:
+        path: where it is.
+        field: what names it, for error messages.
 
     Raises:
         InvalidFieldError: it cannot be imported, or (when called) returns something else.
     """
-    function = load_object(path, field="filter")
+    function = load_object(path, field=field)
     name = path.rpartition(":")[2]
 
     def decide(group: Group) -> FilterDecision:

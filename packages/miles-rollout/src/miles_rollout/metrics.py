@@ -121,6 +121,7 @@ class BufferWindow:
             out[VERSION_PREFIX + "max"] = max(oldest)
             out[VERSION_PREFIX + "mixed_version_ratio"] = mean([first != last for first, last in self._versions])
         for side, data in (("trained", self._trained), ("dropped", self._dropped)):
+            out[f"{BIAS_PREFIX}{side}_trajectories"] = len(data.lengths)
             if data.lengths:
                 out[f"{BIAS_PREFIX}{side}_length"] = mean(data.lengths)
             if data.rewards:

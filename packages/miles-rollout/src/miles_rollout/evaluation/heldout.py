@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from miles_contracts import Generate, InvalidFieldError, Status, Task, Trajectory
-from miles_rollout.episodes import EpisodeRunner, WorkerConfig
+from miles_rollout.episodes import EpisodeRunner, GroupReward, WorkerConfig
 from miles_rollout.evaluation.estimators import mean_at_k, pass_at_k
 from miles_rollout.ledger import Issue
 from miles_rollout.metrics import mean
@@ -30,6 +30,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
         samples: answers per task.
         ks: the k of pass@k and mean@k; each at most `samples`.
         solved_at: least reward that counts as solved for pass@k.
+        group_reward: scores all answers to a prompt together, None where `generate` scores them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 1
     ks: tuple[int, ...] = (1,)
     solved_at: float = 1.0
+    group_reward: GroupReward | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -79,7 +81,7 @@ async def evaluate(
 async def _evaluate_one(held_out: HeldOut, slots: asyncio.Semaphore, timeout_s: float | None) -> dict[str, float]:
     runner = EpisodeRunner(
         generate=_bounded(held_out.generate, slots, timeout_s),
-        group_reward=None,
+        group_reward=held_out.group_reward,
         config=WorkerConfig(),
         group_size=held_out.samples,
     )

@@ -29,6 +29,7 @@ from miles_contracts import (
     SamplingParams,
 )
 from miles_rollout.engine_stream import OnPartial, generate_on
+from miles_rollout.router.counts import EngineCounts, RouterCounts
 from miles_rollout.router.table import Placement, RouterTable
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Router:
         self._probation = dict.fromkeys(self._engines, 0)
         self._reissued = 0
         self._quarantined = 0
+        self._taken = RouterCounts()
         self._monitor: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -159,9 +161,9 @@ class Router:
         params: SamplingParams,
         *,
         routing: bool = False,
+        routing_start: int = 0,
         on_partial: OnPartial | None = None,
     ) -> GenerateResult:
-        routing_start: int = 0,
         """Sample after `input_ids` on the engine of session `key`.
 
         With `on_partial` the answer is shown while it grows, where the engine can. Once that says that something
@@ -201,21 +203,29 @@ class Router:
         await asyncio.gather(*(self._probe(name) for name in list(self._engines)))
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start; hit rates are cached prompt tokens over prompt tokens."""
-        slots = list(self._table.slots.values())
-        out = {
+        """What is so now, and what was done since the start; hit rates are cached prompt tokens over prompt tokens."""
+        return self._now() | self._counts().metrics()
+
+    def take_metrics(self) -> dict[str, float]:
+        """As `metrics`, but what was done counts from the last call on."""
+        counts = self._counts()
+        done, self._taken = counts.since(self._taken), counts
+        return self._now() | done.metrics()
+
+    def _now(self) -> dict[str, float]:
+        outstanding = sum(slot.outstanding for slot in self._table.slots.values())
+        return {
             "router/engines_serving": float(len(self._table.serving)),
-            "router/reissued_turns": float(self._reissued),
-            "router/quarantines": float(self._quarantined),
-            "router/outstanding_tokens": float(sum(s.outstanding for s in slots)),
+            "router/outstanding_tokens": float(outstanding),
         }
-        for index, slot in enumerate(slots):
-            out[f"router/engine_{index}/turns"] = float(slot.turns)
-            if slot.prompt_tokens:
-                out[f"router/engine_{index}/prefix_cache_hit_rate"] = slot.cached_tokens / slot.prompt_tokens
-        if prompt := sum(s.prompt_tokens for s in slots):
-            out["rollout/prefix_cache_hit_rate"] = sum(s.cached_tokens for s in slots) / prompt
-        return out
+
+    def _counts(self) -> RouterCounts:
+        slots = self._table.slots.values()
+        return RouterCounts(
+            reissued=self._reissued,
+            quarantines=self._quarantined,
+            engines=tuple(EngineCounts(s.turns, s.prompt_tokens, s.cached_tokens) for s in slots),
+        )
 
     async def _place(self, key: str, tokens: int, avoid: str | None) -> str:
         try:

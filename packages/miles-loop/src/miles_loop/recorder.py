@@ -1,0 +1,110 @@
+"""Writes down what a run does: metrics, trained prompts, sampled groups and the status, in the order it happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from miles_contracts import Group
+from miles_loop.config import RecordConfig
+from miles_loop.display import Display
+from miles_loop.progress import Progress
+from miles_loop.records import ledger_entry
+from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
+from miles_rollout.evaluation import EvalPoint
+
+
+class RunRecorder:
+    """The record files of a run, and its progress.
+
+    Args:
+        folder: where they are.
+        config: how many trajectories are kept.
+        progress: is told of every record.
+        display: is shown it.
+        tokens_sampled, engine_restarts: counts since this process started.
+        process_age_s: seconds since it started.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RecordConfig,
+        progress: Progress,
+        display: Display,
+        *,
+        tokens_sampled: Callable[[], int],
+        engine_restarts: Callable[[], int],
+        process_age_s: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._display = display
+        self._tokens_sampled = tokens_sampled
+        self._engine_restarts = engine_restarts
+        self._process_age_s = process_age_s
+        self._metrics = JsonlWriter(folder.metrics_file)
+        self._ledger = JsonlWriter(folder.ledger_file)
+        self._trajectories = TrajectoryRecorder(
+            folder.trajectories, config.trajectories, config.trajectories_mib * 2**20
+        )
+        self._before = dict(progress.counters)
+
+    def step(self, step: int, record: dict[str, float], groups: Sequence[Group]) -> None:
+        """Record a step and the groups it trained; step 0 is what was measured before the first.
+
+        Raises:
+            DiskFullError: no room.
+        """
+        progress = self._progress
+        line = {"step": step, "time": time.time(), **{key: record[key] for key in sorted(record)}}
+        self._metrics.write(line)
+        if step > 0:
+            self._ledger.write(ledger_entry(step, groups))
+            self._trajectories.write(step, list(groups))
+            progress.step = step
+        if step == 1:
+            progress.time_to_first_step_s = self._process_age_s()
+        progress.note(line)
+        self._count(record)
+        self._publish()
+
+    def point(self, point: EvalPoint) -> None:
+        """Record an evaluation of an earlier version as a line of its own, under the step that made the version.
+
+        Raises:
+            DiskFullError: no room.
+        """
+        self.skipped(point)
+        line = {"step": point.version, "time": time.time(), **{k: point.metrics[k] for k in sorted(point.metrics)}}
+        self._metrics.write(line if point.skipped is None else line | {"eval/skipped_reason": point.skipped})
+        self._progress.note(line)
+        self._publish()
+
+    def skipped(self, point: EvalPoint) -> None:
+        """Count and show an evaluation that could not be done."""
+        if point.skipped is not None:
+            self._progress.counters["evaluations_skipped"] += 1
+            self._display.note(f"the evaluation of version {point.version} is skipped: {point.skipped}")
+
+    def sync(self) -> None:
+        """Make all records survive a power cut."""
+        self._metrics.sync()
+        self._ledger.sync()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._ledger.close()
+
+    def _count(self, record: dict[str, float]) -> None:
+        counters, before = self._progress.counters, self._before
+        counters["tokens_sampled"] = before["tokens_sampled"] + self._tokens_sampled()
+        counters["engine_restarts"] = before["engine_restarts"] + self._engine_restarts()
+        counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
+        counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
+        counters["wall_s"] = before["wall_s"] + self._process_age_s()
+
+    def _publish(self) -> None:
+        self._folder.write_status(self._progress.to_status())
+        self._display.step(self._progress)

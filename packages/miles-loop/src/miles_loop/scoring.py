@@ -1,0 +1,88 @@
+"""How answers of a run are scored, from the names and addresses that the configuration holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miles_contracts import InvalidFieldError, Reward
+from miles_loop.config import RewardScope, TaskConfig
+from miles_loop.names import nearest
+from miles_rollout.episodes import GroupReward
+from miles_rollout.imports import load_object
+from miles_rollout.rewards import (
+    BatchReward,
+    CodeReward,
+    ExactMatch,
+    MathMatch,
+    NumericMatch,
+    ReasoningGymReward,
+    RemoteReward,
+    Sandbox,
+    UserReward,
+)
+
+_BUILTIN: dict[str, Callable[[], Reward]] = {
+    "exact": ExactMatch,
+    "numeric": NumericMatch,
+    "maths": MathMatch,
+    "code": lambda: CodeReward(Sandbox()),
+    "verifier": ReasoningGymReward,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Scores each answer, or each group of answers: exactly one of the two is there."""
+
+    answer: Reward | None = None
+    group: GroupReward | None = None
+
+    async def close(self) -> None:
+        """End connections and child processes."""
+        if isinstance(self.answer, RemoteReward | MathMatch):
+            await self.answer.close()
+
+
+def make_scoring(name: str, scope: RewardScope, *, field: str) -> Scoring:
+    """From a built-in name, an http(s):// address, or the function `pkg.mod:fn`.
+
+    Args:
+        name: which.
+        scope: how a function is called.
+        field: what names it, for error messages.
+
+    Raises:
+        InvalidFieldError: unknown name, a function that cannot be imported or called, or a scope that does not fit.
+    """
+    if name.startswith(("http://", "https://")) or name in _BUILTIN:
+        if scope is not RewardScope.ANSWER:
+            raise InvalidFieldError("task.reward_scope", scope.value, f"{name} scores single answers; leave it out")
+        return Scoring(_BUILTIN[name]() if name in _BUILTIN else RemoteReward(name))
+    if ":" not in name:
+        hint = nearest(name, _BUILTIN)
+        known = ", ".join(_BUILTIN)
+        raise InvalidFieldError(
+            field, name, f"{hint}use {known}, the address of a reward service, or a function as pkg.mod:fn"
+        )
+    match scope:
+        case RewardScope.ANSWER:
+            return Scoring(UserReward(name))
+        case RewardScope.BATCH:
+            return Scoring(BatchReward(load_object(name, field=field)))
+        case RewardScope.GROUP:
+            return Scoring(group=load_object(name, field=field))
+
+
+def task_scoring(config: TaskConfig) -> tuple[Scoring, Scoring]:
+    """Scoring of training answers and of held-out answers.
+
+    Raises:
+        InvalidFieldError: as `make_scoring`.
+    """
+    training = make_scoring(config.reward, config.reward_scope, field="task.reward")
+    if config.eval_reward is None:
+        return training, training
+    is_function = ":" in config.eval_reward and not config.eval_reward.startswith(("http://", "https://"))
+    scope = config.reward_scope if is_function else RewardScope.ANSWER
+    return training, make_scoring(config.eval_reward, scope, field="task.eval_reward")
