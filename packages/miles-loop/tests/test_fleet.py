@@ -36,6 +36,7 @@ class Engine:
         self.dead = False
         self.refuses = 0
         self.flushed = 0
+        self.address = url
         self._next: int | None = None
 
     def _check(self) -> None:
@@ -72,6 +73,9 @@ class Engine:
     async def rollback_weight_update(self, update_id: str) -> None:
         self._check()
 
+    async def move_to(self, url: str) -> None:
+        self.address = url
+
     async def close(self) -> None:
         """Nothing is open."""
 
@@ -95,6 +99,7 @@ class Process:
     def __init__(self, engine: Engine) -> None:
         self.name = engine.url
         self.starts = 0
+        self.url: str | None = None
         self._engine = engine
         self._ended = asyncio.Event()
 
@@ -211,6 +216,18 @@ async def test_a_dead_engine_comes_back_with_the_weights_of_now(scenes: list[Sce
     await until(lambda: scene.engines[0].version == 0)
     await until(lambda: "http://e0 serves again" in " ".join(scene.events))
     assert (scene.fleet.restarts, scene.processes[0].starts) == (1, 1)
+    assert not scene.fleet.router.quarantined
+
+
+async def test_an_engine_that_comes_back_elsewhere_is_called_there(scenes: list[Scene]) -> None:
+    scene = Scene(2)
+    scenes.append(scene)
+    await scene.start()
+    scene.processes[0].url = "http://elsewhere"
+    scene.processes[0].crash()
+    await until(lambda: "http://e0 serves again" in " ".join(scene.events))
+    assert [e.address for e in scene.engines] == ["http://elsewhere", "http://e1"]
+    assert scene.engines[0].version == 0
     assert not scene.fleet.router.quarantined
 
 

@@ -79,6 +79,10 @@ class Process(Protocol):
     def running(self) -> bool:
         """True from start until the process has ended."""
 
+    @property
+    def url(self) -> str | None:
+        """Where it answers since its last start; None for a process whose address never changes."""
+
     async def start(self) -> None:
         """Start it, again when it has ended."""
 
@@ -117,6 +121,11 @@ class ChildProcess:
     def name(self) -> str:
         """Name of its specification."""
         return self.spec.name
+
+    @property
+    def url(self) -> str | None:
+        """None: it starts again where it was."""
+        return None
 
     @property
     def pid(self) -> int:

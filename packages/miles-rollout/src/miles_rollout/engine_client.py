@@ -73,6 +73,13 @@ class EngineClient(NativeWeightCalls):
     ) -> None:
         await self.close()
 
+    async def move_to(self, url: str) -> None:
+        """The engine was started again and answers at `url` from now on.
+
+        The client's own `url` stays what it was: it is the name under which routers and reports know the engine.
+        """
+        await self._http.move_to(url)
+
     async def close(self) -> None:
         """Close the connection pool; idempotent."""
         await self._http.close()

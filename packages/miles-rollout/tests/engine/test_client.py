@@ -153,6 +153,16 @@ async def test_nobody_there() -> None:
         assert not await client.healthy()
 
 
+async def test_an_engine_that_moved_keeps_its_name(fake: Fake) -> None:
+    first, second = await fake({"/generate": good_answer()}), await fake({"/generate": {"text": "no ids"}})
+    name = first.url
+    assert (await first.generate([1, 2], PARAMS)).output_ids.tolist() == [7, 8]
+    await first.move_to(second.url)
+    with pytest.raises(EngineError) as caught:
+        await first.generate([1, 2], PARAMS)
+    assert (first.url, caught.value.engine) == (name, name)
+
+
 async def test_a_connection_that_dies(fake: Fake) -> None:
     async def hang_up(request: web.Request) -> web.Response:
         assert request.transport is not None

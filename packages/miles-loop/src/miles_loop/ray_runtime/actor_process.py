@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from miles_contracts import InvalidFieldError
 from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.processes import TAIL_LINES, ProcessSpec
 from miles_loop.ray_runtime.supervisor import Place
@@ -117,10 +118,17 @@ class ActorProcess:
         """Start it, again when it has ended; waits for a new actor when the old one is lost.
 
         Raises:
-            RunError: no place for it, or its actor was lost while it started.
+            RunError: no place for it that can be used, or its actor was lost while it started.
+            InvalidFieldError: the first node cannot be used.
             DiskFullError: no room for its log.
         """
-        await self.reserve()
+        try:
+            await self.reserve()
+        except InvalidFieldError as error:
+            if self._ended is None:
+                raise
+            # Not the fault of a setting: it was fine for the node that is gone.
+            raise RunError("no_room", f"{self.name} cannot run where Ray placed it now: {error}") from error
         assert self._settled is not None
         actor, self._stopping = self._actor, False
         try:
