@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import routing_traces
 
-from miles_contracts import InvalidFieldError, RoutingTrace, narrowest_dtype
+from miles_contracts import InvalidFieldError, RoutingTrace, narrowest_dtype, row_digests
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,21 @@ def test_a_trace_is_immutable_and_travels_between_processes() -> None:
     assert back.num_experts == 300
     assert np.array_equal(back.expert_ids, ids)
     assert repr(trace) == "RoutingTrace(3 rows, 1 layers, top-2 of 300)"
+
+
+@given(routing_traces())
+def test_row_digests_tell_rows_apart_whatever_their_dtype(trace: RoutingTrace) -> None:
+    if trace.num_experts > 65536:
+        return
+    ids = trace.expert_ids
+    found = row_digests(ids)
+    assert found.dtype == np.uint64
+    assert np.array_equal(found, row_digests(ids.astype(np.int32)))
+    want = [xxhash.xxh3_64_intdigest(row.astype("<u2").tobytes()) for row in ids]
+    assert found.tolist() == want
+
+
+@pytest.mark.parametrize("bad", [-1, 65536])
+def test_row_digests_refuse_ids_that_do_not_fit(bad: int) -> None:
+    with pytest.raises(InvalidFieldError, match="ids < 65536"):
+        row_digests(np.full((1, 1, 1), bad))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_toy.groups import answer, group, trajectory
 
-from miles_contracts import Group, InvalidFieldError, wire
-from miles_loop.audit import EngineRecords
-from miles_loop.trainer_link import turn_digest
+from miles_contracts import GenerateResult, Group, InvalidFieldError, RoutingTrace, Turn, VersionSpan, row_digests, wire
+from miles_loop.audit import EngineRecords, RecordingEngine
+from miles_loop.trainer_link import route_digests, turn_digest
 
 
 def digests(groups: list[Group]) -> list[list[str]]:
@@ -139,3 +139,125 @@ def test_records_survive_a_checkpoint() -> None:
     restored.restore(wire.decode(wire.encode(records.state([made])), dict))  # type: ignore[type-var]
     assert len(restored) == 3
     assert restored.audit([made], digests([made])).mismatches == 0
+
+
+def routed(cuts: tuple[int, ...] = (0, 9), whole: bool = False) -> tuple[EngineRecords, Group, np.ndarray]:
+    """One trajectory of 14 tokens in turns, its routes, and the records of the answers.
+
+    Args:
+        cuts: first row that each answer holds; the turns end at the next cut + 1, the last at 14.
+        whole: every answer holds the rows of all its tokens, as of an engine that cannot leave any out.
+    """
+    ids = np.random.default_rng(0).integers(0, 8, (13, 2, 2))
+    made = trajectory(answer("x", 11), index=5)
+    turns, records = [], EngineRecords()
+    for i, cut in enumerate(cuts):
+        end = cuts[i + 1] + 1 if i + 1 < len(cuts) else 14
+        start = 3 if i == 0 else cut + 2
+        turns.append(Turn(start=start, end=end, finish_reason="stop", request_id=f"r{i}"))
+        said = GenerateResult(
+            output_ids=made.token_ids[start:end],
+            logprobs=made.logprobs[start:end],
+            version_spans=(VersionSpan(start=0, end=end - start, version=0),),
+            finish_reason="stop",
+            request_id=f"r{i}",
+        )
+        first = 0 if whole else cut
+        records.add(f"r{i}", said, first_row=first, rows=row_digests(ids[first : end - 1]))
+    member = made.replace(turns=tuple(turns), routing=RoutingTrace.of(ids, 8))
+    return records, Group(prompt_index=5, size=1, trajectories=(member,)), ids
+
+
+def rerouted(made: Group, ids: np.ndarray) -> Group:
+    return msgspec.structs.replace(made, trajectories=(made.trajectories[0].replace(routing=RoutingTrace.of(ids, 8)),))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("cuts", [(0,), (0, 9), (0, 5, 9)])
+def test_honest_routes_of_any_number_of_turns_have_no_mismatch(cuts: tuple[int, ...], whole: bool) -> None:
+    records, made, _ = routed(cuts, whole)
+    report = records.audit([made], digests([made]), route_digests([made]))
+    assert (report.routes_audited, report.route_mismatches, report.route_example) == (13, 0, "")
+
+
+@given(st.integers(0, 12), st.integers(0, 1), st.integers(0, 1))
+def test_one_changed_expert_is_found_where_it_is(row: int, layer: int, place: int) -> None:
+    records, made, ids = routed()
+    wrong = ids.copy()
+    wrong[row, layer, place] = (wrong[row, layer, place] + 1) % 8
+    changed = rerouted(made, wrong)
+    report = records.audit([changed], digests([changed]), route_digests([changed]))
+    assert (report.routes_audited, report.route_mismatches) == (13, 1)
+    assert report.route_example == f"prompt 5, routes of token {row}"
+
+
+def test_rows_of_another_turn_are_not_taken_for_those_that_sampled() -> None:
+    """A later prefill of the same tokens is no record of the routes that sampled them."""
+    records, made, ids = routed((0, 9), whole=True)
+    other = ids.copy()
+    other[:9] = (other[:9] + 1) % 8
+    restated = GenerateResult(
+        output_ids=made.trajectories[0].token_ids[11:14],
+        logprobs=made.trajectories[0].logprobs[11:14],
+        version_spans=(VersionSpan(start=0, end=3, version=0),),
+        finish_reason="stop",
+        request_id="r1",
+    )
+    records.add("r1", restated, first_row=0, rows=row_digests(other))
+    assert records.audit([made], digests([made]), route_digests([made])).route_mismatches == 0
+    records, made, ids = routed((0, 9), whole=True)
+    records.add("r1", restated, first_row=0, rows=row_digests(other))
+    changed = rerouted(made, other)
+    report = records.audit([changed], digests([changed]), route_digests([changed]))
+    assert report.route_mismatches == 9
+
+
+def test_routes_without_a_record_or_that_the_trainer_did_not_see_are_mismatches() -> None:
+    records, made, ids = routed()
+    assert records.audit([made], digests([made])).route_mismatches == 13
+    records, made, _ = routed()
+    records.add("r1", answer("r1", 3))
+    assert records.audit([made], digests([made]), route_digests([made])).route_mismatches == 4
+    # the engine said more than the trajectory kept: what was kept is right
+    records, made, _ = routed()
+    head = made.trajectories[0]
+    head = head.replace(
+        token_ids=head.token_ids[:13],
+        loss_mask=head.loss_mask[:13],
+        logprobs=head.logprobs[:13],
+        version_spans=(VersionSpan(start=3, end=13, version=0),),
+        turns=(head.turns[0], msgspec.structs.replace(head.turns[1], end=13)),
+        routing=RoutingTrace.of(ids[:12], 8),
+    )
+    kept = msgspec.structs.replace(made, trajectories=(head,))
+    report = records.audit([kept], digests([kept]), route_digests([kept]))
+    assert (report.routes_audited, report.route_mismatches) == (12, 0)
+    with pytest.raises(InvalidFieldError, match="trainer routes"):
+        records.audit([kept], digests([kept]), [])
+
+
+def test_records_of_routes_survive_a_checkpoint() -> None:
+    records, made, _ = routed()
+    again = EngineRecords()
+    again.restore(wire.decode(wire.encode(records.state([made])), dict[str, list]))
+    assert again.num_bytes == records.num_bytes
+    assert again.audit([made], digests([made]), route_digests([made])).route_mismatches == 0
+    old = EngineRecords()
+    old.restore({"a": [np.arange(2), np.zeros(2), 3]})  # a record from before routes were audited
+    assert len(old) == 1
+
+
+async def test_the_recording_engine_keeps_the_digests_of_the_rows_it_asked_for() -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (700, 2, 2))
+
+    class Said:
+        url = "fake"
+
+        async def generate(self, *_: object, routing_start: int = 0, **__: object) -> GenerateResult:
+            return msgspec.structs.replace(answer("r", 4), routing=ids[routing_start:])
+
+    records = EngineRecords()
+    await RecordingEngine(Said(), records).generate([1] * 697, None, request_id="r", routing=True, routing_start=9)
+    (stored,) = records._records.values()
+    assert stored.first_row == 9
+    assert np.array_equal(stored.rows, row_digests(ids)[9:])

@@ -33,7 +33,7 @@ from miles_contracts.protocols import (
     WeightGroup,
     WeightGroupFactory,
 )
-from miles_contracts.routing import RoutingTrace, narrowest_dtype
+from miles_contracts.routing import RoutingTrace, narrowest_dtype, row_digests
 from miles_contracts.trajectory import (
     Group,
     SamplingTransform,
@@ -105,5 +105,6 @@ __all__ = [
     "WireError",
     "digest",
     "narrowest_dtype",
+    "row_digests",
     "update_group_prefix",
 ]

@@ -25,6 +25,26 @@ def id_bits(num_experts: int) -> int:
     return max((num_experts - 1).bit_length(), 1)
 
 
+def row_digests(expert_ids: NDArray[Any]) -> NDArray[np.uint64]:
+    """xxh3_64 of every row of ids [rows, layers, top_k], whatever their integer dtype; uint64 [rows].
+
+    An audit compares the rows that were trained with those an engine sent, without keeping the rows themselves.
+    Needs the `digest` extra.
+
+    Raises:
+        InvalidFieldError: an id outside [0, 65536).
+    """
+    from xxhash import xxh3_64_intdigest  # the extra keeps contracts at two dependencies
+
+    rows = np.ascontiguousarray(expert_ids)
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) > 0xFFFF):
+        raise InvalidFieldError("expert_ids", (int(rows.min()), int(rows.max())), "row digests are of ids < 65536")
+    data = memoryview(rows.astype("<u2").reshape(-1).view(np.uint8))
+    size = 2 * math.prod(rows.shape[1:])
+    starts = range(0, len(rows) * size, size) if size else (0 for _ in rows)
+    return np.fromiter((xxh3_64_intdigest(data[at : at + size]) for at in starts), np.uint64, len(rows))
+
+
 class RoutingTrace:
     """Expert ids chosen by each MoE layer; immutable.
 

@@ -171,6 +171,8 @@ class LiveDisplay:
                 table.add_row(label, f"{record[key]:{form}}{unit}")
         if progress.counters["token_mismatches"]:
             table.add_row("[red]token mismatches", f"{progress.counters['token_mismatches']:.0f}")
+        if progress.counters["route_mismatches"]:
+            table.add_row("[red]route mismatches", f"{progress.counters['route_mismatches']:.0f}")
         table.add_row("time left", duration(progress.seconds_left))
         return Panel(table, title="miles", title_align="left", expand=False)
 

@@ -34,6 +34,7 @@ from miles_loop.recorder import RunRecorder
 from miles_loop.records import rollout_record, split_clock
 from miles_loop.run_folder import RunFolder
 from miles_loop.trainer_client import TrainerClient
+from miles_loop.trainer_link import StepDone
 from miles_rollout.evaluation import EvalPoint
 
 _log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Driver:
             done = await parts.trainer.train_step(groups)
             worker.confirm(groups)
             trained = time.monotonic()
-            self._audit(groups, done.turns, record)
+            self._audit(groups, done, record)
             worker.pause_new(_BETWEEN_STEPS)
             self._phase("updating the engines")
             report = await parts.fleet.update(step)
@@ -199,8 +200,8 @@ class Driver:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    def _audit(self, groups: list[Group], digests: list[list[str]], record: dict[str, float]) -> None:
-        report = self._parts.records.audit(groups, digests)
+    def _audit(self, groups: list[Group], done: StepDone, record: dict[str, float]) -> None:
+        report = self._parts.records.audit(groups, done.turns, done.routes or None)
         counters = self._progress.counters
         counters["tokens_trained"] += report.tokens_trained
         counters["token_mismatches"] += report.mismatches
@@ -209,6 +210,13 @@ class Driver:
         record["rollout/token_mismatches"] = float(report.mismatches)
         if report.mismatches:
             self._parts.display.note(f"{report.mismatches} trained tokens are not what was sampled: {report.example}")
+        if report.routes_audited:
+            counters["routes_audited"] += report.routes_audited
+            counters["route_mismatches"] += report.route_mismatches
+            record["rollout/route_mismatches"] = float(report.route_mismatches)
+        if report.route_mismatches:
+            wrong = f"{report.route_mismatches} routing rows are not what the engine chose"
+            self._parts.display.note(f"{wrong}: {report.route_example}")
 
     # -- evaluation ---------------------------------------------------------------------------------------
 

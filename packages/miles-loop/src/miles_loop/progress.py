@@ -29,6 +29,8 @@ _COUNTERS = (
     "tokens_sampled",
     "tokens_trained",
     "token_mismatches",
+    "routes_audited",
+    "route_mismatches",
     "groups_trained",
     "engine_restarts",
     "prompts_given_up",

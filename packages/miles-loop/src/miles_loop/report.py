@@ -43,6 +43,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tokens_sampled: tokens that engines sampled for training (dropped groups included).
         tokens_trained: tokens that entered the loss.
         token_mismatches: trained tokens that are not bit-equal to the engine's record of them.
+        routes_audited: fed tokens whose expert choices were compared with the engine's record; 0 for a dense model.
+        route_mismatches: those that differ in any layer.
         engine_restarts: engines started again.
         trainer_restarts: times that the run went back to a checkpoint because its trainer process died.
         evaluations_skipped: evaluations that could not be done; the records say why.
@@ -66,6 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens_sampled: int
     tokens_trained: int
     token_mismatches: int
+    routes_audited: int
+    route_mismatches: int
     engine_restarts: int
     trainer_restarts: int
     evaluations_skipped: int
@@ -139,6 +143,8 @@ def make_report(path: Path) -> Report:
         tokens_sampled=int(counters.get("tokens_sampled", 0)),
         tokens_trained=int(counters.get("tokens_trained", 0)),
         token_mismatches=int(counters.get("token_mismatches", 0)),
+        routes_audited=int(counters.get("routes_audited", 0)),
+        route_mismatches=int(counters.get("route_mismatches", 0)),
         engine_restarts=int(counters.get("engine_restarts", 0)),
         trainer_restarts=int(counters.get("trainer_restarts", 0)),
         evaluations_skipped=int(counters.get("evaluations_skipped", 0)),
@@ -168,6 +174,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("time to first step", duration(report.time_to_first_step_s)),
         ("wall time", duration(report.wall_s)),
     ]
+    if report.routes_audited:
+        found.append(("route mismatches", f"{report.route_mismatches:,} of {report.routes_audited:,}"))
     if report.engine_restarts:
         found.append(("engine restarts", str(report.engine_restarts)))
     if report.trainer_restarts:

@@ -7,11 +7,13 @@ on, so that the driver can prove that these are the tokens the engine sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
-from miles_contracts import Group, ShmBucket, Trajectory, WeightManifest, digest
+from miles_contracts import Group, ShmBucket, Trajectory, WeightManifest, digest, row_digests
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -38,11 +40,15 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step", eq=
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
-    """`turns` holds, for every trajectory of every group in order, one digest a turn (see `turn_digest`)."""
+    """`turns` holds, for every trajectory of every group in order, one digest a turn (see `turn_digest`).
+
+    `routes` holds for each of them the digests of its routing rows (`row_digests`), None where it has no routes.
+    """
 
     version: int
     metrics: dict[str, float]
     turns: list[list[str]]
+    routes: list[NDArray[Any] | None] = []
 
 
 class BeginExport(msgspec.Struct, frozen=True, kw_only=True, tag="begin_export"):
@@ -118,3 +124,8 @@ def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:
     """Digest of the ids and log-probs [start, end) of a trajectory, bit for bit."""
     ids = trajectory.token_ids[start:end].tobytes()
     return digest(ids + trajectory.logprobs[start:end].tobytes())
+
+
+def route_digests(groups: Sequence[Group]) -> list[NDArray[Any] | None]:
+    """Digests of the routing rows of every trajectory in order, None where there are none."""
+    return [None if t.routing is None else row_digests(t.routing.expert_ids) for g in groups for t in g]

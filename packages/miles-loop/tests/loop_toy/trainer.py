@@ -52,6 +52,9 @@ class FakeTrainer:
                 return link.BucketReady(bucket=None)
             case link.Save():
                 self.save(Path(request.directory))
+            case link.ExportModel():
+                self.export(Path(request.directory))
+                self.write_state(Path(request.directory))  # which the real one does not: tests read the version
         return link.Done()
 
     def train(self, groups: list[Group]) -> link.StepDone:
@@ -66,13 +69,22 @@ class FakeTrainer:
         self.version += 1
         loss = int(self.chain, 16) / 2**64
         tokens = float(sum(t.num_trained for g in groups for t in g))
-        return link.StepDone(version=self.version, metrics={"loss": loss, "tokens": tokens}, turns=turns)
+        metrics = {"loss": loss, "tokens": tokens}
+        return link.StepDone(version=self.version, metrics=metrics, turns=turns, routes=link.route_digests(groups))
 
     def save(self, directory: Path) -> None:
         """State, and something that stands for a model."""
         (directory / "hf").mkdir()
+        self.export(directory / "hf")
+        self.write_state(directory)
+
+    def export(self, directory: Path) -> None:
+        """Something that stands for a model."""
         size = int(os.environ.get("FAKE_MODEL_BYTES", "1024"))
-        save_file({"weight": np.zeros(size, np.uint8)}, directory / "hf" / "model.safetensors")
+        save_file({"weight": np.zeros(size, np.uint8)}, directory / "model.safetensors")
+
+    def write_state(self, directory: Path) -> None:
+        """Where training is."""
         state = {"version": self.version, "chain": self.chain}
         (directory / "trainer.json").write_text(json.dumps(state))
 
