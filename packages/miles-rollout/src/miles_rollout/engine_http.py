@@ -33,6 +33,9 @@ T = TypeVar("T")
 _OFF_LOOP_BYTES = 1 << 18
 """Answers from this size on are decoded in a thread, so that the event loop keeps turning."""
 
+_KEEP_ALIVE_S = 3.0
+"""Idle connections are not used again after this: SGLang closes them after 5 s, while a call may be leaving."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
@@ -144,7 +147,8 @@ class EngineHttp:
     def _pool(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         return self._session
 
     @contextmanager

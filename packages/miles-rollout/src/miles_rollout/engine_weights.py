@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_contracts import EngineError
+from miles_contracts import EngineError, TensorSpec
 from miles_rollout.engine_answers import mapping
 
 
@@ -57,32 +57,33 @@ class NativeWeightCalls:
     async def receive_weights(
         self,
         group: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        tensors: Sequence[TensorSpec],
         *,
+        update_id: str,
         flush_cache: bool = False,
         weight_version: int | None = None,
     ) -> None:
-        """Receive these tensors from rank 0 of the group and load them; answers when they are in.
+        """Receive these tensors from rank 0 of the group, one collective each, and load them; answers when all are in.
 
         Args:
-            names: canonical names.
-            dtypes: torch's names (`float32`, `bfloat16`).
-            shapes: sizes of each tensor.
+            group: name of a group that the engine is in.
+            tensors: what comes, in order. The embedded engine verifies digests; SGLang does not look at them.
+            update_id: of the open update (an addition; SGLang has one at a time and no names for it).
             flush_cache: forget cached prefixes afterwards (SGLang refuses while requests run and are not retracted).
-            weight_version: version that the weights have from now on; None keeps the present one.
+            weight_version: version that SGLang's weights have from now on; None keeps the present one.
         """
         body: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            "names": [t.name for t in tensors],
+            "dtypes": [t.dtype for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+            "digests": [t.digest for t in tensors],
             "group_name": group,
+            "update_id": update_id,
             "flush_cache": flush_cache,
         }
         if weight_version is not None:
             body["weight_version"] = str(weight_version)
-        await self._weights("/update_weights_from_distributed", body, f"{len(body['names'])} tensors over {group}")
+        await self._weights("/update_weights_from_distributed", body, f"{len(tensors)} tensors over {group}")
 
     async def close_weight_update(self) -> None:
         """Finish an open update; refused when none is open."""

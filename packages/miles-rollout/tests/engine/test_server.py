@@ -70,8 +70,10 @@ async def test_stop_tokens_end_tokens_and_ignoring_them(models, serve) -> None:
     _, free = await engine.post("/generate", body(sampling_params={"max_new_tokens": 12, "ignore_eos": True}))
     ids = free["output_ids"]
     third = ids[2]
-    stop = {"max_new_tokens": 12, "stop_token_ids": [third], "ignore_eos": True}
+    stop = {"max_new_tokens": 12, "stop_token_ids": [third]}
     _, stopped = await engine.post("/generate", body(sampling_params=stop))
+    _, ignored = await engine.post("/generate", body(sampling_params={**stop, "ignore_eos": True}))
+    assert ignored["output_ids"] == ids
     end = ids.index(third) + 1
     assert stopped["output_ids"] == ids[:end]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": third}
@@ -174,7 +176,7 @@ async def test_bad_bodies_and_unknown_calls(shared_engine) -> None:
         assert "not JSON" in (await response.json())["message"]
     status, answer = await shared_engine.post("/generate", [1, 2])
     assert (status, answer["field"]) == (400, "body")
-    status, answer = await shared_engine.post("/update_weights_from_distributed", {})
+    status, answer = await shared_engine.post("/no_such_call", {})
     assert status == 404
     assert "unknown call" in answer["message"]
 

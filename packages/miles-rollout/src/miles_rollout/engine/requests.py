@@ -186,8 +186,8 @@ def parse_sampling(
         seed = fresh_seed()
     _require_int(f"{at}.sampling_seed", seed, 0, SEED_LIMIT - 1)
     stop_ids = _stop_ids(value["stop_token_ids"], at, limits.vocab_size)
-    if not _boolean(f"{at}.ignore_eos", value["ignore_eos"]):
-        stop_ids |= limits.eos_ids
+    # As in SGLang, ignore_eos stands for all stop tokens, the caller's included; stop strings still end a request.
+    stop_ids = frozenset() if _boolean(f"{at}.ignore_eos", value["ignore_eos"]) else stop_ids | limits.eos_ids
     room = min(limits.context_length - prompt_length, limits.kv_tokens - prompt_length + 1)
     return Sampling(
         max_new_tokens=min(max_new, room),

@@ -1,0 +1,94 @@
+"""One real SGLang and one embedded engine for each model, for the whole session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from server import free_port, sglang_server
+from sglang_models import EXPERTS, LAYERS, TOP_K, write_dense, write_moe
+
+pytestmark = pytest.mark.sglang
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that both engines serve.
+
+    Attributes:
+        folders: two folders with different weights; the engines start with the first.
+        sglang, embedded: URLs.
+        sizes: what the conformance suite needs to know of a mixture-of-experts model.
+    """
+
+    folders: tuple[Path, Path]
+    sglang: str
+    embedded: str
+    sizes: dict[str, int]
+
+
+@contextmanager
+def embedded_engine(model: Path, log: Path) -> Iterator[str]:
+    """The URL of an embedded engine in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(model), "--weight-version", "0"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"the engine ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A dense Qwen3 on both engines."""
+    root = tmp_path_factory.mktemp("dense")
+    folders = (root / "a", root / "b")
+    for seed, folder in enumerate(folders):
+        write_dense(folder, seed)
+    with ExitStack() as stack:
+        sglang = stack.enter_context(sglang_server(folders[0], root / "sglang.log", "--weight-version", "0"))
+        embedded = stack.enter_context(embedded_engine(folders[0], root / "embedded.log"))
+        yield Served(folders, sglang, embedded, {})
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A Qwen3-MoE on both engines; this SGLang records experts, and streams what is new instead of everything."""
+    root = tmp_path_factory.mktemp("moe")
+    folders = (root / "a", root / "b")
+    for seed, folder in enumerate(folders):
+        write_moe(folder, seed)
+    options = ("--weight-version", "0", "--enable-return-routed-experts", "--incremental-streaming-output")
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "layers": LAYERS}
+    with ExitStack() as stack:
+        sglang = stack.enter_context(sglang_server(folders[0], root / "sglang.log", *options))
+        embedded = stack.enter_context(embedded_engine(folders[0], root / "embedded.log"))
+        yield Served(folders, sglang, embedded, sizes)
