@@ -227,7 +227,7 @@ def test_inkling() -> None:
     assert parse_completion("no structure", InklingSyntax()).content == "no structure"
 
 
-@pytest.mark.parametrize(("body", "why"), [("{", "not JSON"), ('{"name":"f","args":[]}', "args"), ("[]", "name")])
+@pytest.mark.parametrize(("body", "why"), [("{", "not JSON"), ('{"name":"f","args":[]}', "args"), ("[]", "object")])
 def test_inkling_malformed(body: str, why: str) -> None:
     text = f"f<|content_invoke_tool_json|>{body}<|end_message|>"
     seen = parse_completion(text, InklingSyntax())

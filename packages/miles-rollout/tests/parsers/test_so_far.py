@@ -15,6 +15,7 @@ from miles_rollout.parsers import (
     JsonCalls,
     KimiCalls,
     PairCalls,
+    PiecedSyntax,
     Progress,
     TaggedSyntax,
     XmlCalls,
@@ -56,6 +57,38 @@ def test_what_is_certain_stays(pieces: list[str], calls: object, inside: bool, o
         assert seen.reasoning_content in (None, whole.reasoning_content)
 
 
+HARMONY = [
+    *("<|start|>assistant", "<|channel|>", "final", "analysis", "commentary to=functions.f ", "<|constrain|>json"),
+    *("<|message|>", "<|end|>", "<|return|>", "<|call|>", "{}", "{", "a", "b <", "<|"),
+]
+INKLING = [
+    *("<|message_model|>", "<|content_text|>", "<|content_thinking|>", "<|content_invoke_tool_json|>"),
+    *("<|end_message|>", '{"name": "f", "args": {}}', "{", "a", "b <", "<|"),
+]
+
+
+@pytest.mark.parametrize(("make", "fragments"), [(HarmonySyntax, HARMONY), (InklingSyntax, INKLING)])
+@given(data=st.data(), calls=st.booleans())
+def test_what_is_certain_of_a_turn_of_pieces_stays(
+    make: type[PiecedSyntax], fragments: list[str], data: st.DataObject, calls: bool
+) -> None:
+    syntax = make(calls=calls)
+    text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=14)))
+    whole = syntax.parse(text, (), lambda index: str(index))
+    assert calls or not (whole.tool_calls or whole.malformed)
+    shown = ""
+    for end in range(len(text) + 1):
+        seen = syntax.so_far(text[:end])
+        assert whole.content.startswith(seen.content)
+        assert seen.content.startswith(shown)
+        assert seen.reasoning_content is None
+        shown = seen.content
+
+
+CUT_CALL = "<|channel|>commentary to=functions.f<|message|>{<|call|>"
+WHOLE_CALL = "<|channel|>a to=functions.f<|message|>{}<|call|>"
+
+
 @pytest.mark.parametrize(
     ("syntax", "text", "content", "reasoning"),
     [
@@ -69,8 +102,18 @@ def test_what_is_certain_stays(pieces: list[str], calls: object, inside: bool, o
         (TaggedSyntax(calls=JsonCalls()), "a < b", "a < b", None),
         (TaggedSyntax(begins_inside=True), "why", "", None),
         (TaggedSyntax(opening=None), "<think>", "<think>", None),
-        (HarmonySyntax(), "<|channel|>final<|message|>so", "", None),
-        (InklingSyntax(), "<|content_text|>so", "", None),
+        (TaggedSyntax(calls=JsonCalls()).without_calls(), "a<tool_call>", "a<tool_call>", None),
+        (HarmonySyntax(), "<|channel|>final<|message|>so", "so", None),
+        (HarmonySyntax(), "<|channel|>final", "", None),
+        (HarmonySyntax(), "<|channel|>final<|message|>so<|en", "so", None),
+        (HarmonySyntax(), "<|channel|>analysis<|message|>why<|end|><|start|>assistant", "", None),
+        (HarmonySyntax(), "<|channel|>commentary to=functions.f<|message|>{}", "", None),
+        (HarmonySyntax(), "<|channel|>commentary to=functions.f<|message|>{<|call|>", CUT_CALL, None),
+        (HarmonySyntax(), "<|channel|>commentary to=functions.f<|message|>{}<|call|>", "", None),
+        (HarmonySyntax(calls=False), "<|channel|>a to=functions.f<|message|>{}<|call|>", WHOLE_CALL, None),
+        (InklingSyntax(), "<|content_text|>so", "so", None),
+        (InklingSyntax(), "<|content_thinking|>why<|end_message|>", "", None),
+        (InklingSyntax(), '<|content_invoke_tool_json|>{"name": "f"}<|end_message|>', "", None),
     ],
 )
 def test_examples(syntax: CompletionSyntax, text: str, content: str, reasoning: str | None) -> None:

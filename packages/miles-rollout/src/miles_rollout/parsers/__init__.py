@@ -9,6 +9,7 @@ from miles_rollout.parsers.json_calls import JsonCalls
 from miles_rollout.parsers.kimi_calls import KimiCalls
 from miles_rollout.parsers.message import CompletionSyntax, ParsedMessage, Progress, parse_completion, text_before
 from miles_rollout.parsers.pair_calls import PairCalls
+from miles_rollout.parsers.pieces import PiecedSyntax
 from miles_rollout.parsers.tagged import TaggedSyntax
 from miles_rollout.parsers.xml_calls import XmlCalls
 
@@ -24,6 +25,7 @@ __all__ = [
     "PairCalls",
     "ParsedCalls",
     "ParsedMessage",
+    "PiecedSyntax",
     "Progress",
     "TaggedSyntax",
     "XmlCalls",

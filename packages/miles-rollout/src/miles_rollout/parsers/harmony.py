@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 from miles_contracts import ToolCall
 from miles_rollout.parsers.calls import make_call
-from miles_rollout.parsers.message import CallId, ParsedMessage, Progress, Tools
+from miles_rollout.parsers.pieces import Kind, Piece, PiecedSyntax, json_object
 
-_PIECE = re.compile(
-    r"(?:<\|start\|>assistant)?([^<]*)(?:<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?)?<\|message\|>"
-    r"(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
 _RECIPIENT = re.compile(r"to=(\S+)")
 
 
 @dataclass(frozen=True)
-class HarmonySyntax:
+class HarmonySyntax(PiecedSyntax):
     """Reads a turn as the sequence of its messages."""
 
-    def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedMessage:
-        """See `CompletionSyntax.parse`."""
-        reasoning: list[str] = []
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        at = 0
-        for piece in _PIECE.finditer(text):
-            content.append(text[at : piece.start()])
-            at = piece.end()
-            header, channel, body = piece.group(1), (piece.group(2) or "").strip(), piece.group(3)
-            recipient = _RECIPIENT.search(f"{header} {channel}")
-            if recipient:
-                call = _read_call(recipient.group(1), body, call_id(len(calls)))
-                if isinstance(call, ToolCall):
-                    calls.append(call)
-                else:
-                    malformed.append(call)
-                    content.append(piece.group())
-            elif channel.split(" ")[0] == "analysis":
-                reasoning.append(body)
-            else:
-                content.append(body)
-        content.append(text[at:])
-        return ParsedMessage(
-            content="".join(content),
-            reasoning_content="\n".join(reasoning) or None,
-            tool_calls=tuple(calls),
-            malformed=tuple(malformed),
-        )
+    pattern: ClassVar[re.Pattern[str]] = re.compile(
+        r"(?:<\|start\|>assistant)?([^<]*)(?:<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?)?<\|message\|>"
+        r"(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|(?=<\|start\|>)|\Z)",
+        re.DOTALL,
+    )
+    ends: ClassVar[Sequence[str]] = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 
-    def so_far(self, text: str) -> Progress:
-        """See `CompletionSyntax.so_far`. A message is known for what it is only when it has ended."""
-        return Progress()
+    def read(self, match: re.Match[str]) -> Piece:
+        """See `PiecedSyntax.read`."""
+        header, channel, body = match.group(1), (match.group(2) or "").strip(), match.group(3)
+        recipient = _RECIPIENT.search(f"{header} {channel}")
+        if recipient:
+            return Piece(Kind.CALL, call=partial(_read_call, recipient.group(1), body))
+        return Piece(Kind.REASONING if channel.split(" ")[0] == "analysis" else Kind.CONTENT, body)
 
 
 def _read_call(recipient: str, body: str, identifier: str) -> ToolCall | str:
     name = recipient.removeprefix("functions.")
     if not name:
         return "a call must name a tool"
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        return f"arguments are not JSON: {error}"
-    if not isinstance(value, dict):
-        return "arguments must be an object"
-    return make_call(name, body.strip(), identifier)
+    arguments = json_object(body)
+    return arguments if isinstance(arguments, str) else make_call(name, body.strip(), identifier)

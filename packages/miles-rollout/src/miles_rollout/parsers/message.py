@@ -62,6 +62,10 @@ class CompletionSyntax(Protocol):
         """Reads the beginning of a turn: what `parse` will say whatever follows, nothing when in doubt."""
         ...
 
+    def without_calls(self) -> CompletionSyntax:
+        """The same syntax for a client that wants no calls: they stay content, as they were written."""
+        ...
+
 
 def parse_completion(
     text: str, syntax: CompletionSyntax, tools: Tools = (), *, call_id: CallId | None = None

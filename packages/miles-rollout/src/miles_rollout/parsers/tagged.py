@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_rollout.parsers.calls import CallFormat
 from miles_rollout.parsers.message import CallId, ParsedMessage, Progress, Tools, text_before
@@ -63,6 +63,10 @@ class TaggedSyntax:
         opening = self.calls.opening
         known = text_before(rest, [*tags, "<|" if opening.startswith("<|") else opening]).rstrip("\n")
         return known if known.strip() and not known.startswith("\n") else ""
+
+    def without_calls(self) -> TaggedSyntax:
+        """See `CompletionSyntax.without_calls`."""
+        return replace(self, calls=None)
 
     def split(self, text: str) -> tuple[str | None, str]:
         """Reasoning (None when there is none) and the rest."""

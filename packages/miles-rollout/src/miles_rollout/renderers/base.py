@@ -80,7 +80,7 @@ class Renderer(Protocol):
         """Text of ids."""
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> ParsedMessage:
+    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
         """The view of a sampled turn that a client gets: content, reasoning, tool calls."""
         ...
 
@@ -151,17 +151,19 @@ class BaseRenderer:
             token_ids, skip=[*(added[t] for t in self.vocabulary.special), *self._stop_token_ids]
         )
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> ParsedMessage:
+    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
         """The client's view of one sampled turn; the ids are only read.
 
         Args:
             token_ids: what was sampled after the generation prompt, stop token included if there was one.
             tools: the tools of the request, whose schemas tell text arguments from numbers.
+            calls: false leaves tool calls in the content, as they were written.
         """
         end = len(token_ids)
         if end and token_ids[-1] in self._stop_token_ids:
             end -= 1
-        return parse_completion(self.vocabulary.decode(token_ids[:end]), self.turn_syntax(), tools)
+        syntax = self.turn_syntax() if calls else self.turn_syntax().without_calls()
+        return parse_completion(self.vocabulary.decode(token_ids[:end]), syntax, tools)
 
     def turn_syntax(self) -> CompletionSyntax:
         """How a sampled turn is to be read under the current options."""

@@ -59,8 +59,8 @@ class _Broken:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> ParsedMessage:
-        return self.inner.parse(token_ids, tools)
+    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
+        return self.inner.parse(token_ids, tools, calls=calls)
 
     def turn_syntax(self) -> CompletionSyntax:
         return self.inner.turn_syntax()
