@@ -23,7 +23,7 @@ WHEELS: dict[str, tuple[str, ...]] = {
     "miles-qwen3": (),
 }
 
-nox.options.sessions = ["lint", "types", "wheels", "integration"]
+nox.options.sessions = ["lint", "types", "wheels", "integration", "ray"]
 nox.options.default_venv_backend = "none"
 nox.options.error_on_missing_interpreters = True
 
@@ -82,8 +82,14 @@ def wheels(session: nox.Session, package: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Tests that need several packages: whole runs, the documentation's commands, and the checks' own tests."""
-    chosen = ("-m", "not gate and not sglang")
+    chosen = ("-m", "not gate and not sglang and not ray")
     session.run(PYTHON, "-m", "pytest", *chosen, "integration_tests", "ci", *session.posargs, external=True)
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Runs on a Ray cluster of two nodes that the tests start on this machine; nodes, actors and drivers are killed."""
+    session.run(PYTHON, "-m", "pytest", "-m", "ray and not gate", "integration_tests", *session.posargs, external=True)
 
 
 @nox.session
@@ -104,7 +110,7 @@ def sglang(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All quick tests in the workspace's own environment (what you want while editing)."""
-    session.run(PYTHON, "-m", "pytest", "-m", "not gate and not sglang", *session.posargs, external=True)
+    session.run(PYTHON, "-m", "pytest", "-m", "not gate and not sglang and not ray", *session.posargs, external=True)
 
 
 @nox.session

@@ -133,7 +133,9 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
         raise InvalidFieldError("hardware", target.name, f"this target needs {target.needs}; --dry-run shows it")
     from miles_loop.run_folder import default_run_dir
     from miles_loop.run_session import open_new
+    from miles_loop.runtime import require_runtime
 
+    require_runtime(config)
     if config.run_dir is None:
         config = config.model_copy(update={"run_dir": default_run_dir(recipe.family)})
     folder = open_new(config)
@@ -145,6 +147,7 @@ def _resume(recipe: Recipe, parsed: Parsed) -> int:
     from miles_loop.options import read_toml
     from miles_loop.run_folder import RunFolder
     from miles_loop.run_session import open_resumed
+    from miles_loop.runtime import require_runtime
 
     folder = RunFolder(Path(parsed.flags["resume"]))
     stored = folder.read_config()
@@ -159,6 +162,7 @@ def _resume(recipe: Recipe, parsed: Parsed) -> int:
     if "dry-run" in parsed.flags:
         sys.stdout.write(toml.dumps(config))
         return EXIT_GOOD
+    require_runtime(config)
     state = open_resumed(folder, config)
     return _run(recipe, config, folder, state, plain="plain" in parsed.flags)
 

@@ -102,7 +102,7 @@ def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Calla
     """
     if config.runtime.kind is RuntimeKind.RAY:
         require_runtime(config)
-        from miles_loop.ray_runtime import RayHost
+        from miles_loop.ray_runtime.host import RayHost
 
         return RayHost(config, folder, model, on_event)
     return LocalHost(folder.logs, config.engine.host, config.engine.port)

@@ -10,9 +10,5 @@ Ray decides where a process runs, starts its supervisor there and tells when a n
 it is on one machine: the same specifications, the same messages, the same fleet that brings engines back. Neither
 trajectories nor weights pass through Ray's object store.
 
-Nothing here is imported unless `runtime.kind` is `ray`.
+`host` is where it starts; it is imported only when `runtime.kind` is `ray`.
 """
-
-from miles_loop.ray_runtime.host import RayHost
-
-__all__ = ["RayHost"]

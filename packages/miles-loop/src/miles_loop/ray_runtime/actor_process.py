@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from miles_contracts import InvalidFieldError
@@ -40,6 +39,8 @@ MakeActor = Callable[[], Any]
 """Asks Ray for a supervisor in the process's bundle; returns its handle at once."""
 Settle = Callable[[Any, Place], Awaitable[Settled]]
 """(actor, where it is) -> what to run there; called anew for every new actor, and free to refuse a node."""
+Nodes = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+"""The nodes of the cluster, as `ray.nodes()` describes them."""
 
 
 class ActorProcess:
@@ -50,14 +51,18 @@ class ActorProcess:
         log: file that it writes to, in a folder that all nodes see.
         make: makes the actor.
         settle: decides what runs, once it is known where.
+        nodes: what Ray says of the cluster's nodes.
         deadline_s: of placing the actor, which takes as long as the cluster needs to find room.
     """
 
-    def __init__(self, name: str, log: Path, make: MakeActor, settle: Settle, deadline_s: float) -> None:
+    def __init__(
+        self, name: str, log: Path, *, make: MakeActor, settle: Settle, nodes: Nodes, deadline_s: float
+    ) -> None:
         self.name = name
         self.log = log
         self._make = make
         self._settle = settle
+        self._nodes = nodes
         self._deadline_s = deadline_s
         self._reserving = asyncio.Lock()
         self._actor: Any = None
@@ -156,7 +161,7 @@ class ActorProcess:
             ended.set_result(ProcessDiedError(self.name, how, self.log, tail))
 
     async def _loss(self, error: RayActorError) -> str:
-        nodes = {node["NodeID"]: node["Alive"] for node in await asyncio.to_thread(ray.nodes)}
+        nodes = {node["NodeID"]: node["Alive"] for node in await self._nodes()}
         if not nodes.get(self.place.node_id, False):
             return f"was lost with its node {self.place}"
         return f"was lost with its actor on {self.place}: {_first_line(error)}"
@@ -187,7 +192,7 @@ class ActorProcess:
             self._actor.crash.remote()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the process, then its actor."""
+        """End the process; its actor ends with the room that it was given."""
         self._stopping = True
         actor, self._actor = self._actor, None
         if actor is not None:
@@ -196,7 +201,6 @@ class ActorProcess:
                     await actor.stop.remote(timeout_s)
             except (RayError, TimeoutError) as error:
                 _log.warning("%s could not be stopped in order: %s", self.name, _first_line(error))
-            ray.kill(actor)  # the guard of the child ends what is left
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)

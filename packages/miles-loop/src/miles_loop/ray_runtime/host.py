@@ -122,8 +122,14 @@ class RayHost:
                 .remote()
             )
 
-        deadline_s = self._config.runtime.ray.placement_timeout_s
-        return ActorProcess(name, self._logs / f"{name}.log", make, settle, deadline_s)
+        return ActorProcess(
+            name,
+            self._logs / f"{name}.log",
+            make=make,
+            settle=settle,
+            nodes=self._cluster.nodes,
+            deadline_s=self._config.runtime.ray.placement_timeout_s,
+        )
 
     def _with_environment(self, spec: ProcessSpec, more: dict[str, str]) -> ProcessSpec:
         environment = {**self._config.runtime.ray.env, **spec.environment, **more}
