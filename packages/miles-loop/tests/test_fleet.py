@@ -25,6 +25,7 @@ from miles_contracts import (
 from miles_loop.audit import EngineRecords
 from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.fleet import Fleet, choose_ports
+from miles_rollout.engine_identity import EngineIdentity, EngineKind
 
 
 class Engine:
@@ -45,6 +46,10 @@ class Engine:
 
     async def healthy(self) -> bool:
         return not self.dead
+
+    async def identify(self) -> EngineIdentity:
+        self._check()
+        return EngineIdentity(kind=EngineKind.EMBEDDED)
 
     async def weight_version(self) -> int | None:
         self._check()

@@ -24,7 +24,7 @@ from miles_loop.errors import DiskFullError, RunError, TrainerFailedError
 from miles_loop.trainer_client import TrainerClient
 from miles_loop.trainer_server import Connection, serve
 
-START = link.Start(model_path="m", config={}, seed=0, shm_directory="/dev/shm", bucket_bytes=1)
+START = link.Start(model_path="m", config={}, seed=0)
 MANIFEST = WeightManifest(version=0, tensors=())
 
 

@@ -18,6 +18,7 @@ from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.errors import RunError
 from miles_loop.lockstep import Lockstep, LockstepEngine
 from miles_loop.processes import Process
+from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
 from miles_sync import FleetFencedError, UpdateReport, UpdateSource, update_weights
@@ -49,6 +50,7 @@ class Fleet:
     Args:
         engines: clients in order, each with its process or None for an engine that somebody else runs.
         source: where weights come from.
+        transport: how they reach engines; the shared memory of this machine when not given.
         records: what engines answer is recorded here.
         mode: what happens to running requests during an update.
         update_deadline_s: of one update.
@@ -65,6 +67,7 @@ class Fleet:
         engines: Sequence[tuple[EngineClient, Process | None]],
         *,
         source: UpdateSource,
+        transport: FleetTransport | None = None,
         records: EngineRecords,
         mode: PauseMode,
         update_deadline_s: float,
@@ -89,6 +92,7 @@ class Fleet:
             for client, process in engines
         ]
         self._source = source
+        self._transport = transport or LocalTransport()
         self._mode = mode
         self._update_deadline_s = update_deadline_s
         self._start_timeout_s = start_timeout_s
@@ -154,8 +158,10 @@ class Fleet:
             try:
                 report = await self._transfer(targets, version)
                 break
+            except NotConnectedError as error:
+                await self._expel([error.engine], error)
             except FleetFencedError as error:
-                await self._expel(error)
+                await self._expel(error.report.fenced, error)
                 if error.committed:
                     report = error.report
                     break
@@ -171,22 +177,27 @@ class Fleet:
         return report
 
     async def _transfer(self, targets: Sequence[EngineSlot], version: int) -> UpdateReport:
-        return await update_weights(
-            [slot.client for slot in targets],
-            self._source,
-            version=version,
-            mode=self._mode,
-            deadline_s=self._update_deadline_s,
-        )
+        try:
+            engines = await self._transport.connect([slot.client for slot in targets])
+            return await update_weights(
+                engines,
+                self._source,
+                version=version,
+                mode=self._mode,
+                deadline_s=self._update_deadline_s,
+            )
+        except BaseException:
+            self._transport.reset()
+            raise
 
     async def flush(self) -> None:
         """Forget every cached prefix on the engines that are up."""
         await asyncio.gather(*(slot.client.flush_cache() for slot in self._slots if slot.up))
 
-    async def _expel(self, error: FleetFencedError) -> None:
-        """Fenced engines are out: a process of ours is killed, and its watcher brings it back with good weights."""
+    async def _expel(self, urls: Sequence[str | None], error: WeightUpdateError) -> None:
+        """These engines are out: a process of ours is killed, and its watcher brings it back with good weights."""
         for slot in self._slots:
-            if slot.url not in error.report.fenced:
+            if slot.url not in urls:
                 continue
             slot.up = False
             self._quarantine(slot, f"fenced: {error}")
@@ -246,6 +257,7 @@ class Fleet:
     async def _revive(self, slot: EngineSlot) -> None:
         """Give a fresh engine the fleet's weights, then let it serve."""
         async with self.weights_lock:
+            self._transport.reset()
             await self._transfer([slot], self.version)
             slot.up = True
             self.router.add_engine(slot.recording)

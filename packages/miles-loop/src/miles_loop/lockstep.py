@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miles_contracts import EngineError, EngineUnavailableError, GenerateResult, SamplingParams
-from miles_loop.engine_proxy import EngineProxy
+from miles_contracts.engine_proxy import EngineProxy
 from miles_rollout.engine_client import EngineClient
 
 _POLL_S = 0.0005

@@ -21,6 +21,7 @@ from miles_loop.fleet import Fleet
 from miles_loop.hosts import Host, LocalHost
 from miles_loop.processes import Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
+from miles_loop.sync_parts import engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.engine_client import Deadlines, EngineClient
 
@@ -28,7 +29,9 @@ TRAINER = "trainer"
 """Name of the trainer process."""
 
 
-def engine_spec(config: EngineConfig, index: int, port: int, model: Path) -> ProcessSpec:
+def engine_spec(
+    config: EngineConfig, index: int, port: int, model: Path, module: str = "miles_rollout.engine"
+) -> ProcessSpec:
     """Process of one embedded engine."""
     arguments = ["--model-path", str(model), "--host", config.host, "--port", str(port), "--dtype", config.dtype]
     arguments += ["--max-running-requests", str(config.max_batch), "--threads", str(config.threads)]
@@ -36,7 +39,7 @@ def engine_spec(config: EngineConfig, index: int, port: int, model: Path) -> Pro
         arguments += ["--context-length", str(config.max_context)]
     return ProcessSpec(
         name=f"engine-{index}",
-        module="miles_rollout.engine",
+        module=module,
         arguments=(*arguments, *config.extra_args),
         threads=config.threads,
     )
@@ -50,27 +53,6 @@ def trainer_spec(config: RunConfig, where: str) -> ProcessSpec:
         arguments=(where,),
         threads=config.runtime.trainer_threads,
     )
-
-
-def sender_settings(config: RunConfig) -> link.SenderSettings:
-    """How the trainer process sends weights."""
-    sync = config.sync
-    return link.SenderSettings(
-        transport=sync.transport,
-        bucket_bytes=sync.bucket_mib * 2**20,
-        directory=str(sync.directory),
-        host=sync.host,
-        backend=sync.backend,
-        peer_backend=sync.peer_backend,
-        store=str(weight_store(config)),
-        timeout_s=sync.deadline_s,
-    )
-
-
-def weight_store(config: RunConfig) -> Path:
-    """Where the disk transport publishes versions."""
-    assert config.run_dir is not None  # a run has one before anything is started
-    return (config.sync.store or config.run_dir / "weights").absolute()
 
 
 def start_message(config: RunConfig, model: Path, checkpoint: Path | None) -> link.Start:
@@ -152,6 +134,7 @@ class LocalRuntime:
         self.fleet = Fleet(
             engines,
             source=self.trainer,
+            transport=make_transport(config, self.trainer, model),
             records=self._records,
             mode=PauseMode(config.sync.mode),
             update_deadline_s=config.sync.deadline_s,
@@ -174,8 +157,10 @@ class LocalRuntime:
         if config.urls:
             return [(EngineClient(url, deadlines=deadlines), None) for url in config.urls]
 
+        module = engine_module(self._config)
+
         def spec(index: int, address: str, port: int) -> ProcessSpec:
-            return engine_spec(config.model_copy(update={"host": address}), index, port, model)
+            return engine_spec(config.model_copy(update={"host": address}), index, port, model, module)
 
         made = await host.make_engines(spec)
         return [(EngineClient(engine.url, deadlines=deadlines), engine.process) for engine in made]

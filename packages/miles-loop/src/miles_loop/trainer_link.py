@@ -1,7 +1,7 @@
 """What driver and trainer process say to each other: one wire frame a message, requests answered in order.
 
-The driver asks, the trainer process answers exactly once. Weights are not in the frames: a `BucketReady` names a
-file in shared memory. `TrainStep` carries the groups; `StepDone` returns a digest of every turn the trainer trained
+The driver asks, the trainer process answers exactly once. Weights are not in the frames: a `BucketReady` says where
+they are. `TrainStep` carries the groups; `StepDone` returns a digest of every turn the trainer trained
 on, so that the driver can prove that these are the tokens the engine sampled.
 """
 
@@ -13,7 +13,32 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from miles_contracts import Group, ShmBucket, Trajectory, WeightManifest, digest, row_digests
+from miles_contracts import Group, Trajectory, WeightManifest, digest, row_digests
+from miles_sync.messages import AnyBucket, GroupOffer
+
+
+class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the trainer process sends weights.
+
+    Attributes:
+        transport: `local`, `broadcast`, `peer` or `disk`.
+        bucket_bytes: capacity of a bucket.
+        directory: local, and peers on one host: the shared-memory mount.
+        host: broadcast: address of this process' machine as engines reach it.
+        backend: broadcast: `gloo` or `nccl`.
+        peer_backend: peer: `tcp`, `shared` or `nixl`.
+        store: disk: the folder that versions are published in.
+        timeout_s: broadcast: for a group to meet, and for each collective.
+    """
+
+    transport: str = "local"
+    bucket_bytes: int = 512 * 2**20
+    directory: str = "/dev/shm"
+    host: str = "127.0.0.1"
+    backend: str = "gloo"
+    peer_backend: str = "tcp"
+    store: str = ""
+    timeout_s: float = 300.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -22,8 +47,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     model_path: str
     config: dict[str, Any]
     seed: int
-    shm_directory: str
-    bucket_bytes: int
+    sender: SenderSettings = SenderSettings()
     checkpoint: str | None = None
 
 
@@ -51,6 +75,22 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     routes: list[NDArray[Any] | None] = []
 
 
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """From now on these engines receive: names, or addresses where the transport writes to those.
+
+    `split` says whether all of them take a tensor larger than a bucket in pieces.
+    """
+
+    receivers: tuple[str, ...]
+    split: bool
+
+
+class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """The group that the engines now have to join, None when there is nothing to join."""
+
+    offer: GroupOffer | None
+
+
 class BeginExport(msgspec.Struct, frozen=True, kw_only=True, tag="begin_export"):
     """Prepare the current weights, which must be of this version, for the engines."""
 
@@ -73,7 +113,7 @@ class NextBucket(msgspec.Struct, frozen=True, kw_only=True, tag="next_bucket"):
 class BucketReady(msgspec.Struct, frozen=True, kw_only=True, tag="bucket_ready"):
     """The bucket, or None when all tensors have been sent."""
 
-    bucket: ShmBucket | None
+    bucket: AnyBucket | None
 
 
 class Acknowledge(msgspec.Struct, frozen=True, kw_only=True, tag="acknowledge"):
@@ -116,8 +156,10 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-Request = Start | TrainStep | BeginExport | NextBucket | Acknowledge | ReleaseExport | Save | ExportModel | Stop
-Reply = Started | StepDone | ExportBegun | BucketReady | Done | Failed
+Request = (
+    Start | TrainStep | Connect | BeginExport | NextBucket | Acknowledge | ReleaseExport | Save | ExportModel | Stop
+)
+Reply = Started | StepDone | Connected | ExportBegun | BucketReady | Done | Failed
 
 
 def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_contracts import Group, MilesError, ShmBucket
+from miles_contracts import Group, MilesError
 from miles_loop import trainer_link as link
-from miles_loop.trainer_server import serve_process
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
-from miles_sync import LocalSender
+from miles_loop.senders import make_sender
+from miles_loop.trainer_server import serve_process
+from miles_sync.messages import AnyBucket
 from miles_trainer import Trainer
 from miles_trainer.config import TrainerConfig
 
@@ -30,9 +31,9 @@ class TrainerService:
         self.trainer = Trainer(Path(start.model_path), config, seed=start.seed)
         if start.checkpoint is not None:
             self.trainer.load(Path(start.checkpoint))
-        self._sender = LocalSender(Path(start.shm_directory), start.bucket_bytes, receivers_copy=True)
+        self._sender = make_sender(start.sender)
         self._updates = 0
-        self._buckets: Iterator[ShmBucket] = iter(())
+        self._buckets: Iterator[AnyBucket] = iter(())
         self._update_id = ""
 
     @property
@@ -41,7 +42,7 @@ class TrainerService:
         return self.trainer.version
 
     def close(self) -> None:
-        """Remove what is left in shared memory."""
+        """Free what the sender holds."""
         self._sender.close()
 
     def answer(self, request: link.Request) -> link.Reply:
@@ -49,6 +50,9 @@ class TrainerService:
         match request:
             case link.TrainStep():
                 return self._train(request.groups)
+            case link.Connect():
+                specs = self.trainer.weight_manifest().tensors
+                return link.Connected(offer=self._sender.connect(request.receivers, specs, request.split))
             case link.BeginExport():
                 return self._begin_export(request.version)
             case link.NextBucket():

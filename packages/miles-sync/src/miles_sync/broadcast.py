@@ -37,12 +37,12 @@ class BroadcastSender:
 
     Args:
         meeting: served by this process.
-        receivers: names of all engine ranks.
+        receivers: names of all engine ranks; none yet, when `set_receivers` will be called.
         bucket_bytes: capacity of a bucket.
         backend: `gloo`, or `nccl` with buffers on `device`.
         device: where the collective's buffers live.
         digests: whether specs carry digests.
-        split: False keeps a tensor larger than a bucket whole, which SGLang needs.
+        split: False keeps a tensor larger than a bucket whole, which SGLang needs; may be changed between updates.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class BroadcastSender:
     ) -> None:
         plan_buckets((), bucket_bytes)
         self._meeting, self._backend, self._device = meeting, backend, device
-        self._bucket_bytes, self._digests, self._split = bucket_bytes, digests, split
+        self._bucket_bytes, self._digests = bucket_bytes, digests
+        self.split = split
         self._receivers: tuple[str, ...] = ()
         self._group: Future[Group] | None = None
         self._group_name = ""
@@ -94,7 +95,7 @@ class BroadcastSender:
         if not self._receivers:
             raise WeightUpdateError("no receiver has been named yet")
         export = CheckedExport(tensors, manifest)
-        plan = plan_buckets(manifest.tensors, self._bucket_bytes, packed=True, split=self._split)
+        plan = plan_buckets(manifest.tensors, self._bucket_bytes, packed=True, split=self.split)
         for bucket in plan:
             slot = bucket.index % 2
             self._finish(slot)

@@ -82,3 +82,8 @@ class GroupOffer(msgspec.Struct, frozen=True, kw_only=True, tag="group_offer"):
     size: int
     backend: str
     timeout_s: float
+
+
+def peer_group_backend(kind: str) -> str:
+    """Name of the weight group's backend for a kind of peers (`tcp`, `shared`, `nixl`)."""
+    return f"miles_{kind}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from miles_contracts import (
     DeadlineExceededError,
@@ -17,7 +17,6 @@ from miles_contracts import (
     EngineUnavailableError,
     InvalidFieldError,
     PauseMode,
-    ShmBucket,
     WeightManifest,
     WeightUpdateError,
 )
@@ -33,8 +32,8 @@ class UpdateSource(Protocol):
     async def begin(self, version: int) -> tuple[str, WeightManifest]:
         """Open an update of this version: its id, unique for ever, and its metadata."""
 
-    def buckets(self, update_id: str) -> AsyncIterator[ShmBucket]:
-        """The buckets in order. At most two are unacknowledged at any time."""
+    def buckets(self, update_id: str) -> AsyncIterator[Any]:
+        """The buckets in order, of the type that the engines' `load_bucket` takes; at most two are unacknowledged."""
 
     async def acknowledge(self, update_id: str, index: int) -> None:
         """Every engine has loaded this bucket; its memory may go."""
@@ -301,7 +300,7 @@ class _Update:
             # Waits until the source has really stopped writing: its segments are released next.
             await asyncio.gather(coming, return_exceptions=True)
 
-    async def _load(self, bucket: ShmBucket) -> dict[str, Answer]:
+    async def _load(self, bucket: Any) -> dict[str, Answer]:
         async def load(engine: Engine) -> Answer:
             await engine.load_bucket(bucket)
             return Answer(ok=True)

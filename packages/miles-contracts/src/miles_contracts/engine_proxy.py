@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from miles_contracts import Engine, GenerateResult, PauseMode, SamplingParams, ShmBucket, WeightManifest
+from miles_contracts.protocols import Engine, GenerateResult, PauseMode, SamplingParams
+from miles_contracts.weights import WeightManifest
 
 
 class EngineProxy:
@@ -61,7 +63,7 @@ class EngineProxy:
         """Open an update."""
         await self._engine.begin_weight_update(update_id, manifest)
 
-    async def load_bucket(self, bucket: ShmBucket) -> None:
+    async def load_bucket(self, bucket: Any) -> None:
         """Take a bucket of an update."""
         await self._engine.load_bucket(bucket)
 

@@ -1,0 +1,133 @@
+"""The trainer's end of each transport, made from plain settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest, WeightUpdateError
+from miles_loop.trainer_link import SenderSettings
+from miles_sync import LocalSender
+from miles_sync.broadcast import BroadcastSender
+from miles_sync.disk import DeltaPublisher, DiskSender, FolderStore
+from miles_sync.group import Meeting
+from miles_sync.layout import whole
+from miles_sync.messages import AnyBucket, GroupOffer, PeerBucket
+from miles_sync.peer import PeerSender
+from miles_sync.peer.engine import make_backend, split_address
+
+
+class WeightSender(Protocol):
+    """What the trainer process asks of a transport."""
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> GroupOffer | None:
+        """Engines have joined, left or been restarted. Returns what they have to be told, if anything.
+
+        Args:
+            receivers: their names, or their addresses where the transport writes to those.
+            specs: the tensors of the model.
+            split: whether every receiver takes a large tensor in pieces.
+        """
+
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
+    ) -> Iterator[AnyBucket]:
+        """Send an update bucket by bucket."""
+
+    def acknowledge(self, update_id: str, index: int) -> None:
+        """Every engine has this bucket."""
+
+    def release(self, update_id: str) -> None:
+        """The update is over."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def make_sender(settings: SenderSettings) -> WeightSender:
+    """The sender of the transport that the settings name."""
+    makers: dict[str, Callable[[SenderSettings], WeightSender]]
+    makers = {"local": _Local, "broadcast": _Broadcast, "peer": _Peer, "disk": _Disk}
+    maker = makers.get(settings.transport)
+    if maker is None:
+        raise InvalidFieldError("sync.transport", settings.transport, f"use one of {', '.join(makers)}")
+    return maker(settings)
+
+
+class _Local(LocalSender):
+    """Shared memory: receivers open what is announced."""
+
+    def __init__(self, settings: SenderSettings) -> None:
+        super().__init__(Path(settings.directory), settings.bucket_bytes, receivers_copy=True)
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+        """Nobody has to be told anything."""
+
+
+class _Broadcast(BroadcastSender):
+    """A new group for each set of receivers."""
+
+    def __init__(self, settings: SenderSettings) -> None:
+        meeting = Meeting(settings.host, 0, owner=True, timeout_s=settings.timeout_s)
+        device = "cpu" if settings.backend == "gloo" else "cuda"
+        super().__init__(meeting, (), settings.bucket_bytes, backend=settings.backend, device=device)
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> GroupOffer:
+        """Open the group that the receivers are then asked to join."""
+        self.split = split
+        return self.set_receivers(receivers)
+
+
+class _Peer:
+    """Every engine holds the whole model; its address names its memory."""
+
+    def __init__(self, settings: SenderSettings) -> None:
+        self._bucket_bytes = settings.bucket_bytes
+        self._writer = make_backend(settings.peer_backend, directory=settings.directory).writer()
+        self._sender: PeerSender | None = None
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+        """Plan the transfers to these addresses.
+
+        Raises:
+            WeightUpdateError: an engine's memory is not laid out for what this trainer sends.
+        """
+        handles = [split_address(address, specs) for address in receivers]
+        source, target = whole(specs), whole(specs, len(handles))
+        self._sender = PeerSender(source, target, 0, self._writer, handles, self._bucket_bytes)
+
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
+    ) -> Iterator[PeerBucket]:
+        """Write into every engine's memory, round by round."""
+        if self._sender is None:
+            raise WeightUpdateError("no receiver has been named yet")
+        return self._sender.send(tensors, manifest, update_id)
+
+    def acknowledge(self, update_id: str, index: int) -> None:
+        """The model's own tensors are read: nothing to free."""
+
+    def release(self, update_id: str) -> None:
+        """As `acknowledge`."""
+
+    def close(self) -> None:
+        """Close connections."""
+        self._writer.close()
+
+
+class _Disk(DiskSender):
+    """Hosts read what is published: nobody has to be told where."""
+
+    def __init__(self, settings: SenderSettings) -> None:
+        store = Path(settings.store)
+        store.mkdir(parents=True, exist_ok=True)
+        super().__init__(DeltaPublisher(FolderStore(store)))
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+        """Nobody has to be told anything."""
+
+    def close(self) -> None:
+        """Publications stay."""

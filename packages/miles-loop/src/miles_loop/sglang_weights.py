@@ -1,0 +1,168 @@
+"""SGLang in a weight update. It has no transaction of its own: what arrives overwrites what serves.
+
+    clean --begin--> open --bucket--> overwritten --bucket*--> complete --commit--> clean (new version)
+      ^                |                   |                      |
+      +---rollback-----+                   +------rollback--------+--> stays overwritten: refused, fenced
+
+What it cannot do is not hidden from the transaction. Between the first bucket and the commit the engine's version is
+a text that is no version; an overwritten engine refuses to go back and to be resumed, so the transaction fences it,
+and only a complete update, or a restart, makes it serve again. SGLang compares no digests: once everything is in,
+the checksums of all its engines are held against each other, and the canary asks the policy itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from miles_contracts import EngineError, MilesError, WeightManifest, WeightUpdateError
+from miles_contracts.engine_proxy import EngineProxy
+from miles_rollout.engine_client import EngineClient
+from miles_sync.messages import BroadcastBucket
+
+PARTIAL = "partial-"
+"""Beginning of the version of an engine between two versions."""
+
+
+class SglangFleet:
+    """The SGLang engines of a run; remembers which of them are overwritten.
+
+    Args:
+        flush: forget cached prefixes with the last bucket of an update.
+    """
+
+    def __init__(self, *, flush: bool) -> None:
+        self.flush = flush
+        self._engines: dict[str, SglangEngine] = {}
+        self._first: tuple[str, str, dict[str, str]] | None = None
+
+    async def ranks(self, client: EngineClient) -> int:
+        """Members that an engine brings into a group: its tensor-parallel ranks.
+
+        Raises:
+            WeightUpdateError: it has ranks that SGLang cannot update in a group.
+        """
+        info = await client.server_info()
+        for name in ("dp_size", "pp_size"):
+            if int(info.get(name) or 1) > 1:
+                reason = f"SGLang updates no {name} = {info[name]} over a group; start more engines instead"
+                raise WeightUpdateError(reason, engine=client.url)
+        return int(info.get("tp_size") or 1)
+
+    def engine(self, client: EngineClient) -> SglangEngine:
+        """The engine of this client, the same one every time."""
+        return self._engines.setdefault(client.url, SglangEngine(client, self))
+
+    async def compare(self, client: EngineClient, update_id: str) -> None:
+        """Hold an engine's checksums against those of the first engine that was asked in this update.
+
+        Raises:
+            WeightUpdateError: names the first tensor that differs.
+        """
+        found = await client.weight_checksums()
+        if self._first is None or self._first[0] != update_id:
+            self._first = (update_id, client.url, found)
+            return
+        _, other, expected = self._first
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                reason = f"checksum is {found.get(name)}, {expected.get(name)} on {other}"
+                raise WeightUpdateError(reason, engine=client.url, tensor=name)
+
+
+class SglangEngine(EngineProxy):
+    """One SGLang server as an engine of the transaction."""
+
+    def __init__(self, client: EngineClient, fleet: SglangFleet) -> None:
+        super().__init__(client)
+        self._client, self._fleet = client, fleet
+        self._overwritten = False
+        self._open: tuple[str, WeightManifest] | None = None
+        self._committed = ""
+
+    async def weight_version(self) -> int | None:
+        """None for an engine between two versions."""
+        return None if self._overwritten else await self._client.weight_version()
+
+    async def resume(self) -> None:
+        """Go on sampling.
+
+        Raises:
+            WeightUpdateError: its weights are a mixture.
+        """
+        if self._overwritten:
+            reason = "SGLang's weights are partly those of an update that failed; it must not serve before a whole one"
+            raise WeightUpdateError(reason, engine=self.url)
+        await self._client.resume()
+
+    async def begin_weight_update(self, update_id: str, manifest: WeightManifest) -> None:
+        """Open a session; one that a failed update or a dead driver has left open is closed first."""
+        if self._open is not None and self._open[0] == update_id:
+            return
+        try:
+            await self._client.open_weight_update()
+        except EngineError as error:
+            if error.status is None or "already open" not in error.reason:
+                raise
+            await self._client.close_weight_update()
+            await self._client.open_weight_update()
+        self._open = (update_id, manifest)
+
+    async def load_bucket(self, bucket: Any) -> None:
+        """Take part in the collective that the bucket describes, and let SGLang load what came."""
+        assert isinstance(bucket, BroadcastBucket)
+        self._require(bucket.update_id)
+        body = flattened(bucket)
+        # Only a commit makes it a version: whoever asks meanwhile, also after this driver died, is told so.
+        body["weight_version"] = PARTIAL + bucket.update_id
+        body["flush_cache"] = self._fleet.flush and bucket.last
+        self._overwritten = True
+        what = f"bucket {bucket.index} of weight update {bucket.update_id}"
+        try:
+            await self._client.weight_call("/update_weights_from_distributed", body, what)
+        except MilesError:
+            # Whoever does not take part must not keep the others waiting in the collective.
+            with contextlib.suppress(MilesError):
+                await self._client.leave_weight_group(bucket.group)
+            raise
+        if bucket.last:
+            await self._fleet.compare(self._client, bucket.update_id)
+
+    async def commit_weight_update(self, update_id: str) -> None:
+        """Close the session and give the weights their number. Committing the same update again changes nothing."""
+        if self._committed == update_id:
+            return
+        manifest = self._require(update_id)
+        await self._client.close_weight_update()
+        body = {"new_version": str(manifest.version), "abort_all_requests": False}
+        await self._client.weight_call("/update_weight_version", body, f"version {manifest.version}")
+        self._open, self._committed, self._overwritten = None, update_id, False
+
+    async def rollback_weight_update(self, update_id: str) -> None:
+        """Close the session.
+
+        Raises:
+            WeightUpdateError: tensors of the update are in already, or it is committed.
+        """
+        if self._open is not None and self._open[0] == update_id:
+            self._open = None
+            await self._client.close_weight_update()
+        if self._overwritten or self._committed == update_id:
+            raise WeightUpdateError("SGLang cannot go back: the old weights are overwritten", engine=self.url)
+
+    def _require(self, update_id: str) -> WeightManifest:
+        if self._open is None or self._open[0] != update_id:
+            raise WeightUpdateError(f"update {update_id} was not begun here", engine=self.url)
+        return self._open[1]
+
+
+def flattened(bucket: BroadcastBucket) -> dict[str, Any]:
+    """SGLang's part of the call that announces a bucket."""
+    specs = [placed.spec for placed in bucket.tensors]
+    return {
+        "group_name": bucket.group,
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+        "load_format": "flattened_bucket",
+    }
