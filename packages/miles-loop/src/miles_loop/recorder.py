@@ -67,7 +67,8 @@ class RunRecorder:
             progress.time_to_first_step_s = self._process_age_s()
         progress.note(line)
         self._count(record)
-        self._publish()
+        self._folder.write_status(progress.to_status())
+        self._display.step(progress)
 
     def point(self, point: EvalPoint) -> None:
         """Record an evaluation of an earlier version as a line of its own, under the step that made the version.
@@ -79,7 +80,10 @@ class RunRecorder:
         line = {"step": point.version, "time": time.time(), **{k: point.metrics[k] for k in sorted(point.metrics)}}
         self._metrics.write(line if point.skipped is None else line | {"eval/skipped_reason": point.skipped})
         self._progress.note(line)
-        self._publish()
+        self._folder.write_status(self._progress.to_status())
+        for name, value in line.items():
+            if name.endswith("/reward"):
+                self._display.note(f"version {point.version}: {name} {value:.3f}")
 
     def skipped(self, point: EvalPoint) -> None:
         """Count and show an evaluation that could not be done."""
@@ -104,7 +108,3 @@ class RunRecorder:
         counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
         counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
         counters["wall_s"] = before["wall_s"] + self._process_age_s()
-
-    def _publish(self) -> None:
-        self._folder.write_status(self._progress.to_status())
-        self._display.step(self._progress)

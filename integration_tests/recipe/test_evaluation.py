@@ -1,0 +1,88 @@
+"""Held-out tasks measured on engines of their own, beside training: exactly the snapshot, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from recipe_runs import SMALL, Shell, descendants, records, wait_for
+
+
+def test_dedicated_engines_measure_exactly_the_snapshots(shell: Shell, tmp_path: Path) -> None:
+    """One of the measurements loses its engine; the next one starts it again."""
+    run = tmp_path / "run"
+    options = ("--evaluation.mode", "dedicated", "--evaluation.every", 2, "--evaluation.samples", 4)
+    options += ("--evaluation.ks", "1,2,4", "--evaluation.keep_snapshots", 1, "--steps", 8, "--pipeline-depth", 2)
+    process = shell.start("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
+    wait_for(lambda: any("eval/sort/reward" in r for r in records(run)), process)
+    engine = next(pid for pid, line in descendants(process.pid).items() if _is_evaluation_engine(run, pid, line))
+    os.kill(engine, signal.SIGKILL)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    points = {r["step"]: r for r in records(run) if "eval/version" in r or "eval/skipped_reason" in r}
+    assert sorted(points) == [0, 2, 4, 6, 8], "none is lost, not even one that could not be measured"
+    measured = {version: r for version, r in points.items() if "eval/skipped_reason" not in r}
+    for version, record in measured.items():
+        assert record["eval/version"] == record["eval/sort/weight_version/mean"] == version
+        assert record["eval/sort/weight_version/mixed_version_ratio"] == 0
+        assert 0 <= record["eval/lag_steps"] <= 8 - version
+        assert record["eval/export_time_seconds"] > 0
+        assert {f"eval/sort/{name}@{k}" for name in ("pass", "mean") for k in (1, 2, 4)} <= record.keys()
+    skipped = [r["eval/skipped_reason"] for r in points.values() if "eval/skipped_reason" in r]
+    assert len(skipped) <= 1
+    assert all("was killed by SIGKILL" in reason for reason in skipped)
+    assert 8 in measured
+    assert [p.name for p in (run / "snapshots").iterdir()] == ["version-00000008"]
+    # Greedy answers depend on the weights alone: the last checkpoint measured on other engines gives the same.
+    again = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    names = ("reward", "pass@1", "pass@4", "response_length_mean")
+    assert {n: again[f"eval/sort/{n}"] for n in names} == {n: measured[8][f"eval/sort/{n}"] for n in names}
+
+
+def _is_evaluation_engine(run: Path, pid: int, line: str) -> bool:
+    """The engine whose output goes to the evaluation engine's log."""
+    if "miles_rollout.engine" not in line and "engine_process" not in line:
+        return False
+    return os.getpgid(pid) == pid and "evaluation-engine-0" in os.readlink(f"/proc/{pid}/fd/1")
+
+
+def test_a_program_is_given_every_snapshot_as_a_model_folder(shell: Shell, tmp_path: Path) -> None:
+    """It reads the weights, which differ from version to version, and tells what it found."""
+    script = tmp_path / "measure.py"
+    script.write_text(
+        "import json, sys\n"
+        "from safetensors.numpy import load_file\n"
+        "from tokenizers import Tokenizer\n"
+        "folder = sys.argv[1]\n"
+        "weights = load_file(folder + '/model.safetensors')\n"
+        "norm = float(sum((w.astype('float64') ** 2).sum() for w in weights.values()) ** 0.5)\n"
+        "size = Tokenizer.from_file(folder + '/tokenizer.json').get_vocab_size()\n"
+        "print(json.dumps({'norm/reward': norm, 'vocabulary': size}))\n"
+    )
+    run = tmp_path / "run"
+    command = json.dumps(["python", str(script), "{checkpoint}"])
+    options = ("--evaluation.mode", "external", "--evaluation.command", command, "--evaluation.every", 1, "--steps", 3)
+    shell.run("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
+    norms = {r["step"]: r["eval/norm/reward"] for r in records(run) if "eval/version" in r}
+    assert sorted(norms) == [0, 1, 2, 3]
+    assert len(set(norms.values())) == 4
+    assert not (run / "snapshots").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--evaluation.mode", "external"), "evaluation.command"),
+        (("--evaluation.mode", "external", "--evaluation.command", "measure.sh"), "{checkpoint}"),
+        (("--evaluation.command", "measure.sh,{checkpoint}"), "evaluation.mode"),
+        (("--evaluation.ks", "1,3", "--evaluation.samples", 2), "evaluation.samples"),
+        (("--evaluation.mode", "elsewhere"), "elsewhere"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(shell: Shell, words: tuple[object, ...], said: str) -> None:
+    out = shell.run("miles-qwen3", "train", *words, status=2)
+    assert said in out
+    assert "Traceback" not in out
