@@ -327,6 +327,10 @@ class EngineClient(NativeWeightCalls):
         require_success(self._url, answer)
         return answer
 
+    async def weight_call(self, path: str, body: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """A call of a weight update by its own name, for transports; `what` says in words what it is for."""
+        return mapping(await self._weights(path, body, what), self._url, path)
+
     async def _weights(self, path: str, body: Mapping[str, Any], what: str) -> Any:
         answer = await self._http.call("POST", path, body, what, self._deadlines.weights)
         require_success(self._url, answer)
