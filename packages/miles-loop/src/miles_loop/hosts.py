@@ -50,6 +50,9 @@ class Host(Protocol):
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, not started."""
 
+    def trainer_address(self) -> str | None:
+        """Address of the trainer's machine as engines reach it, once it is placed; None where settings say it."""
+
     async def close(self) -> None:
         """Give back what `open` took; the processes have been stopped."""
 
@@ -96,6 +99,10 @@ class LocalHost:
                 )
             )
         return made
+
+    def trainer_address(self) -> str | None:
+        """`sync.host` is right."""
+        return None
 
     async def close(self) -> None:
         """Nothing was taken."""

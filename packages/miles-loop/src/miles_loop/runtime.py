@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from miles_contracts import InvalidFieldError, PauseMode
 from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
@@ -171,7 +173,7 @@ class LocalRuntime:
         Raises:
             ProcessDiedError, DeadlineExceededError, TrainerFailedError: naming the process, with its log's end.
         """
-        trainer = asyncio.create_task(self.trainer.start(start, self._config.engine.start_timeout_s))
+        trainer = asyncio.create_task(self.trainer.start(self._placed(start), self._config.engine.start_timeout_s))
         fleet = asyncio.create_task(self.fleet.wait_ready())
         died = asyncio.create_task(self.trainer_died())
         tasks = (trainer, fleet, died)
@@ -189,6 +191,13 @@ class LocalRuntime:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _placed(self, start: link.Start) -> link.Start:
+        """With the address of the machine that the trainer was placed on."""
+        address = self._host.trainer_address() if self._host is not None else None
+        if address is None:
+            return start
+        return msgspec.structs.replace(start, sender=msgspec.structs.replace(start.sender, host=address))
 
     async def trainer_died(self) -> ProcessDiedError:
         """Wait until the trainer process ends by itself."""

@@ -187,7 +187,7 @@ class PeerTransport:
 
     async def _expose(self, client: EngineClient, index: int, count: int) -> str:
         request = GroupRequest(
-            master_address=urlsplit(client.url).hostname or "",
+            master_address=urlsplit(client.address).hostname or "",
             master_port=0,
             rank_offset=index + 1,
             world_size=count + 1,

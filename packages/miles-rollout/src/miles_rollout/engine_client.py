@@ -65,6 +65,11 @@ class EngineClient(NativeWeightCalls):
         """Base URL without a trailing slash."""
         return self._url
 
+    @property
+    def address(self) -> str:
+        """Where calls go: `url`, until the engine was started again elsewhere."""
+        return self._http.base
+
     async def __aenter__(self) -> EngineClient:
         return self
 

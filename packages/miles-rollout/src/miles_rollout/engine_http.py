@@ -76,14 +76,14 @@ class EngineHttp:
     def __init__(self, url: str, connect_s: float) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidFieldError("EngineClient.url", url, "give a URL like http://127.0.0.1:30000")
-        self.url = self._base = url.rstrip("/")
+        self.url = self.base = url.rstrip("/")
         self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
 
     async def move_to(self, url: str) -> None:
         """Call this base URL from now on; `url` stays what it was, the name of the engine in errors and reports."""
         await self.close()
-        self._base = url.rstrip("/")
+        self.base = url.rstrip("/")
 
     async def close(self) -> None:
         """Close the connection pool; idempotent."""
@@ -101,7 +101,7 @@ class EngineHttp:
         data, headers = _encoded(body)
         with self._faults(path, what, deadline_s):
             async with asyncio.timeout(deadline_s):
-                async with self._pool().request(method, self._base + path, data=data, headers=headers) as response:
+                async with self._pool().request(method, self.base + path, data=data, headers=headers) as response:
                     raw = await response.read()
                     status, content_type = response.status, response.content_type
         if status >= 400:
@@ -125,7 +125,7 @@ class EngineHttp:
         with self._faults(path, what, deadline_s):
             # A deadline must not be open across a yield: it would cancel whatever the reader does meanwhile.
             async with asyncio.timeout_at(until):
-                response = await self._pool().post(self._base + path, data=data, headers=headers)
+                response = await self._pool().post(self.base + path, data=data, headers=headers)
             async with response:
                 if response.status >= 400 or response.content_type != "text/event-stream":
                     async with asyncio.timeout_at(until):
@@ -160,7 +160,7 @@ class EngineHttp:
             reason = f"no connection within {self._connect_s:g} s for {what}"
             raise EngineUnavailableError(self.url, reason) from error
         except TimeoutError as error:
-            remedy = f"raise the deadline or look at the engine's log ({self._base}{path})"
+            remedy = f"raise the deadline or look at the engine's log ({self.base}{path})"
             raise DeadlineExceededError(f"{what} on {self.url}", deadline_s, remedy) from error
         except aiohttp.ClientError as error:
             raise EngineUnavailableError(self.url, f"{what}: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import RunConfig
+from miles_loop.config import PeerBackendKind, RunConfig, TransportKind
 from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, TrainerSpec
 from miles_loop.processes import ProcessSpec
 from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
@@ -102,6 +102,12 @@ class RayHost:
         await _together([process.reserve() for process in placed])
         return [HostedEngine(str(engine.url), engine) for engine in engines]
 
+    def trainer_address(self) -> str | None:
+        """That of the trainer's node, unless the settings name another one (of a faster network, say)."""
+        if self._trainer_actor is None or self._config.sync.host not in _LOCAL_ADDRESSES:
+            return None
+        return self._trainer_actor[1].host
+
     async def close(self) -> None:
         """Give the room back and leave the cluster."""
         await self._cluster.close()
@@ -146,7 +152,7 @@ class RayHost:
 
     async def _require_shared_memory(self, actor: Any, place: Place) -> None:
         """An engine that does not see the trainer's shared memory would fail at the first update; say so now."""
-        if not self._has_trainer:
+        if not self._has_trainer or not _shares_memory(self._config):
             return
         await self._trainer_placed.wait()
         assert self._trainer_actor is not None
@@ -162,8 +168,15 @@ class RayHost:
                 "runtime.ray.placement",
                 self._config.runtime.ray.placement.value,
                 f"an engine is on {place}, the trainer on {there}: weights that travel through shared memory cannot "
-                "get there; use strict_pack",
+                "get there; use strict_pack, or another transport: --sync.transport broadcast, peer or disk",
             )
+
+
+def _shares_memory(config: RunConfig) -> bool:
+    """Whether weights need a machine that trainer and engines share."""
+    sync = config.sync
+    peers = sync.transport is TransportKind.PEER and sync.peer_backend is PeerBackendKind.SHARED
+    return sync.transport is TransportKind.LOCAL or peers
 
 
 def _check(config: RunConfig) -> None:
