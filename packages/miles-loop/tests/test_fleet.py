@@ -163,9 +163,10 @@ class Scene:
         self.records = EngineRecords()
         ours: list[Any] = list(self.processes) if processes else [None] * count
         pairs: Any = list(zip(self.engines, ours, strict=True))
+        self.source = Source()
         self.fleet = Fleet(
             pairs,
-            source=Source(),
+            source=self.source,
             records=self.records,
             mode=PauseMode.RETRACT,
             update_deadline_s=5,
@@ -268,6 +269,31 @@ async def test_a_refused_update_is_tried_again(scenes: list[Scene]) -> None:
     assert await scene.update(1) is not None
     assert scene.engines[0].version == 1
     assert "trying again" in scene.events[0]
+
+
+async def test_a_fenced_engine_that_answers_is_updated_again_and_not_restarted(scenes: list[Scene]) -> None:
+    scene = Scene(2)
+    scenes.append(scene)
+    await scene.start()
+    scene.engines[1].refuses = 1  # the other one commits: there is no way back
+    before = scene.source.updates
+    await scene.update(1)
+    assert [e.version for e in scene.engines] == [1, 1]
+    assert scene.source.updates == before + 2
+    assert scene.fleet.restarts == 0
+    assert not scene.fleet.router.quarantined
+    assert "is updated again" in scene.events[0]
+
+
+async def test_an_engine_that_stays_fenced_is_restarted(scenes: list[Scene]) -> None:
+    scene = Scene(2)
+    scenes.append(scene)
+    await scene.start()
+    scene.engines[1].refuses = 3  # once beside the other one, twice alone
+    await scene.update(1)
+    assert [e.version for e in scene.engines] == [1, 0]
+    await until(lambda: scene.engines[1].version == 1)
+    assert scene.fleet.restarts == 1
 
 
 async def test_an_update_that_is_refused_again_and_again_ends_the_run(scenes: list[Scene]) -> None:

@@ -145,14 +145,19 @@ class Fleet:
     async def update(self, version: int) -> UpdateReport | None:
         """Bring every engine that is up to `version`; the caller holds `weights_lock`.
 
+        An engine that an update has left paused, with weights that must not serve, is sent everything again while it
+        answers; only then is it given up.
+
         Returns None when no engine is up: those that come back will be given this version.
 
         Raises:
             RunError: the update failed for a reason that trying again does not cure.
         """
         report: UpdateReport | None = None
+        done: set[str] = set()
+        fenced: list[EngineSlot] = []
         for attempt in range(_UPDATE_TRIES):
-            targets = [slot for slot in self._slots if slot.up]
+            targets = [slot for slot in self._slots if slot.up and slot.url not in done]
             if not targets:
                 break
             try:
@@ -161,20 +166,36 @@ class Fleet:
             except NotConnectedError as error:
                 await self._expel([error.engine], error)
             except FleetFencedError as error:
-                await self._expel(error.report.fenced, error)
                 if error.committed:
                     report = error.report
-                    break
+                    done.update(report.serving)
+                fenced += await self._fence(error, again=attempt < _UPDATE_TRIES - 1)
             except WeightUpdateError as error:
-                if attempt == _UPDATE_TRIES - 1:
+                if attempt == _UPDATE_TRIES - 1 and done:
+                    await self._expel([slot.url for slot in targets], error)  # the others have the new version
+                elif attempt == _UPDATE_TRIES - 1:
                     raise RunError("weight_update_failed", str(error)) from error
-                self._on_event(f"{error}; trying again")
+                else:
+                    self._on_event(f"{error}; trying again")
             if all(slot.process is None for slot in self._slots) and not any(slot.up for slot in self._slots):
                 raise RunError("engines_gone", "no engine could be updated, and none of them was started by this run")
         self.version = version
         for router in self._routers:
             router.set_version(version)
+        for slot in fenced:
+            if slot.up:
+                await self._readmit(slot)
         return report
+
+    async def _fence(self, error: FleetFencedError, *, again: bool) -> list[EngineSlot]:
+        """Take fenced engines out of the routers; those that answer and are to be updated again stay up."""
+        fenced = [slot for slot in self._slots if slot.url in error.report.fenced]
+        alive = [slot for slot in fenced if again and await slot.client.healthy()]
+        for slot in alive:
+            self._quarantine(slot, f"fenced: {error}")
+            self._on_event(f"engine {slot.url} is updated again: {error}")
+        await self._expel([slot.url for slot in fenced if slot not in alive], error)
+        return alive
 
     async def _transfer(self, targets: Sequence[EngineSlot], version: int) -> UpdateReport:
         try:
@@ -260,11 +281,15 @@ class Fleet:
             self._transport.reset()
             await self._transfer([slot], self.version)
             slot.up = True
-            self.router.add_engine(slot.recording)
-            self.evaluation_router.add_engine(slot.evaluation)
-            for router in self._routers:
-                await router.check_health()
+            await self._readmit(slot)
         self._on_event(f"engine {slot.url} serves again, version {self.version}")
+
+    async def _readmit(self, slot: EngineSlot) -> None:
+        """Let the routers use an engine that has the fleet's weights."""
+        self.router.add_engine(slot.recording)
+        self.evaluation_router.add_engine(slot.evaluation)
+        for router in self._routers:
+            await router.check_health()
 
     def _quarantine(self, slot: EngineSlot, reason: str) -> None:
         for router in self._routers:
