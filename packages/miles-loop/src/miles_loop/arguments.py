@@ -61,9 +61,24 @@ def parse(argv: Sequence[str], flags: Sequence[Flag]) -> Parsed:
     Raises:
         InvalidFieldError: unknown option (nearest name suggested), missing value, or a repeated option.
     """
-    known = options(RunConfig)
+    return split_words(argv, flags, options(RunConfig), SHORT_NAMES)
+
+
+def split_words(
+    argv: Sequence[str], flags: Sequence[Flag], known: Sequence[Option], short: Mapping[str, str]
+) -> Parsed:
+    """`parse` for the options of any configuration.
+
+    Args:
+        argv: the words.
+        flags: the command's own.
+        known: options of the configuration.
+        short: common options and the dotted ones they stand for.
+
+    Raises:
+        InvalidFieldError: as `parse`.
+    """
     own = {flag.name: flag for flag in flags}
-    short = dict(SHORT_NAMES.items())
     settings: dict[str, Any] = {}
     seen_flags: dict[str, str] = {}
     words: list[str] = []

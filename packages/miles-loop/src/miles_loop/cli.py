@@ -1,4 +1,4 @@
-"""The umbrella command: `miles recipes | report | doctor`."""
+"""The umbrella command: `miles recipes | report | plan | doctor`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from miles_loop.recipe import Recipe
 GROUP = "miles.recipes"
 """Entry-point group in which packages announce their recipes."""
 
+COMMANDS = ("recipes", "report", "plan", "doctor")
+
 USAGE = """usage: miles COMMAND
 
   miles recipes             list the installed recipes and their commands
   miles report RUN [--json] show what a run has achieved, also while it runs
+  miles plan [options]      predict step time, staleness and idle shares of a run; miles plan --help
   miles doctor [--json]     check this machine
 
 A recipe brings its own command, for example: miles-qwen3 train --hardware cpu
@@ -90,10 +93,12 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     command, rest = argv[0], list(argv[1:])
-    if command not in ("recipes", "report", "doctor"):
-        raise InvalidFieldError(
-            "command", command, f"{nearest(command, ('recipes', 'report', 'doctor'))}use recipes, report or doctor"
-        )
+    if command not in COMMANDS:
+        raise InvalidFieldError("command", command, f"{nearest(command, COMMANDS)}use {', '.join(COMMANDS)}")
+    if command == "plan":
+        from miles_loop.plan import command as plan
+
+        return plan.run(rest)
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(USAGE)
         return 0

@@ -76,19 +76,19 @@ def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag],
         listed = [o for o in options(RunConfig, plain) if o.path != "recipe"]
         known = {o.path: o for o in listed}
         for name, path in SHORT_NAMES.items():
-            out += _entry(f"--{name} {_placeholder(known[path])}", known[path].description, known[path].default)
+            out += entry(f"--{name} {placeholder(known[path])}", known[path].description, known[path].default)
     for flag in flags:
-        out += _entry(f"--{flag.name} {flag.value}".rstrip(), flag.help)
+        out += entry(f"--{flag.name} {flag.value}".rstrip(), flag.help)
     if settings:
         for title, items in _presets(recipe):
             out += ["", f"{title} (the first is the default):"]
             for name, text in items:
-                out += _entry(name, text)
+                out += entry(name, text)
         out += ["", "all options (in a configuration file: keys of TOML tables):"]
         for section, description in sections():
             out += ["", f"  {section or 'run'}: {description}"]
             for option in _own(section, listed):
-                out += _entry(f"--{option.path} {_placeholder(option)}", option.description, option.default)
+                out += entry(f"--{option.path} {placeholder(option)}", option.description, option.default)
     if recipe.examples:
         out += ["", "examples:"]
         for comment, line in recipe.examples:
@@ -106,12 +106,12 @@ def _presets(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
 
 
-def _placeholder(option: Option) -> str:
+def placeholder(option: Option) -> str:
     kind = option.type_name
     return kind.replace(" or none", "").replace(" ", "").upper() if "|" not in kind else kind.replace(" ", "")
 
 
-def _entry(label: str, description: str, default: Any = None) -> list[str]:
+def entry(label: str, description: str, default: Any = None) -> list[str]:
     """A label with its text beside it, or below when the label is long."""
     shown = "" if default is None or default is ... else show_default(default)
     text = f"{description} [{shown}]" if shown and shown != "empty" else description

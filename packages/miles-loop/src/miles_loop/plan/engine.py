@@ -15,6 +15,17 @@ from dataclasses import dataclass
 
 from miles_contracts import InvalidFieldError
 
+_TIMES = (
+    "base_s",
+    "per_sequence_s",
+    "read_per_sequence_s",
+    "per_context_token_s",
+    "overhead_s",
+    "expert_s",
+    "prefill_s_per_token",
+)
+_TOLERANCE = 1e-6
+"""Tokens that count as none: late in a long run the clock itself is no finer."""
 _REFRESH_TOKENS = 256.0
 """Tokens after which the rate is taken anew while contexts grow and nobody comes or goes."""
 
@@ -23,15 +34,18 @@ _REFRESH_TOKENS = 256.0
 class EngineRates:
     """How fast one engine is.
 
-    A decoding step takes max(base_s + per_context_token_s * tokens held, per_sequence_s * sequences) + overhead_s
-    when `roofline`, and the sum of the four otherwise (which is what measured engines on one core do); a
-    mixture of experts reads more weights the more sequences there are: `expert_s` is what all experts cost and
-    `expert_share` the part of them that one token needs.
+    A decoding step of n sequences with c tokens of context between them takes
+
+        reading    = base_s + expert_s * (1 - (1 - expert_share)^n) + read_per_sequence_s * n + per_context_token_s * c
+        arithmetic = per_sequence_s * n
+        step       = (reading + arithmetic, or with `roofline` the larger of the two) + curve(n) + overhead_s
 
     Attributes:
         base_s: seconds of a step that do not depend on the load (reading the weights every token needs).
         per_sequence_s: seconds that one more sequence costs (arithmetic).
+        read_per_sequence_s: seconds for reading what attention looks at whatever the context's length.
         per_context_token_s: seconds that one more token of context costs (reading keys and values).
+        curve: measured (sequences, seconds) in increasing order; straight between them, and on beyond them.
         overhead_s: seconds of launching and communication.
         expert_s: seconds for reading all routed experts.
         expert_share: experts per token over experts.
@@ -42,24 +56,30 @@ class EngineRates:
         kv_tokens: tokens of context that fit, None for no bound. A sequence larger than it runs alone.
     """
 
-    base_s: float
+    base_s: float = 0.0
     per_sequence_s: float = 0.0
+    read_per_sequence_s: float = 0.0
     per_context_token_s: float = 0.0
     overhead_s: float = 0.0
     expert_s: float = 0.0
     expert_share: float = 1.0
     roofline: bool = False
+    curve: tuple[tuple[int, float], ...] = ()
     tokens_per_step: float = 1.0
     prefill_s_per_token: float = 0.0
     max_running: int = 256
     kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        times = ("base_s", "per_sequence_s", "per_context_token_s", "overhead_s", "expert_s", "prefill_s_per_token")
-        for name in times:
+        for name in _TIMES:
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise InvalidFieldError(name, value, "use a finite value >= 0")
+        sizes = [n for n, _ in self.curve]
+        if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1 or not all(0 < t < math.inf for _, t in self.curve):
+            raise InvalidFieldError("curve", self.curve, "give (sequences >= 1, seconds > 0) in increasing order")
+        if not 0.0 < self.expert_share <= 1.0:
+            raise InvalidFieldError("expert_share", self.expert_share, "use a share above 0 and at most 1")
         if self.step_s(1, 1.0) <= 0.0:
             raise InvalidFieldError("base_s", self.base_s, "a step takes some time; set base_s or per_sequence_s")
         if not self.tokens_per_step > 0.0:
@@ -71,12 +91,19 @@ class EngineRates:
 
     def step_s(self, sequences: int, context_tokens: float) -> float:
         """Seconds of one decoding step."""
-        experts = self.expert_s
-        if experts:
-            experts *= 1.0 - (1.0 - self.expert_share) ** sequences
-        reading = self.base_s + experts + self.per_context_token_s * context_tokens
+        reading = self.base_s + self.read_per_sequence_s * sequences + self.per_context_token_s * context_tokens
+        if self.expert_s:
+            reading += self.expert_s * (1.0 - (1.0 - self.expert_share) ** sequences)
         arithmetic = self.per_sequence_s * sequences
-        return (max(reading, arithmetic) if self.roofline else reading + arithmetic) + self.overhead_s
+        fixed = self.overhead_s + (self._on_curve(sequences) if self.curve else 0.0)
+        return (max(reading, arithmetic) if self.roofline else reading + arithmetic) + fixed
+
+    def _on_curve(self, sequences: int) -> float:
+        if len(self.curve) == 1 or sequences <= self.curve[0][0]:
+            return self.curve[0][1]
+        right = next((i for i, (n, _) in enumerate(self.curve) if n >= sequences), len(self.curve) - 1)
+        (a, low), (b, high) = self.curve[right - 1], self.curve[right]
+        return max(low + (high - low) * (sequences - a) / (b - a), 0.5 * low)
 
     def tokens_per_s(self, sequences: int, context_tokens: float = 0.0) -> float:
         """Tokens that all sequences together gain in a second."""
@@ -162,7 +189,8 @@ class SimEngine:
         done: list[Request] = []
         if self.paused:
             return done
-        while self._running and self._running[0][0] <= self._gained + 1e-9 * max(1.0, self._gained):
+        reached = self._gained + _TOLERANCE * max(1.0, self._gained)
+        while self._running and self._running[0][0] <= reached:
             target, _, request = heapq.heappop(self._running)
             self._context -= request.context - (target - request.sampled)
             self._reserved -= request.context + request.sampled
@@ -171,7 +199,7 @@ class SimEngine:
             done.append(request)
         if done:
             self._admit()
-        elif self._gained >= self._refresh_at:
+        elif self._refresh_at <= reached:
             self._rate()
         return done
 

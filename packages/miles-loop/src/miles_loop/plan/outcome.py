@@ -17,6 +17,7 @@ class StepRecord:
         avg_staleness, max_staleness: of the groups of the batch, in updates.
         queue_size: finished groups that were left in the buffer.
         in_flight: trajectories in flight when the step ended.
+        generation_s: mean seconds from the start to the end of the batch's groups.
     """
 
     step_s: float
@@ -27,6 +28,7 @@ class StepRecord:
     max_staleness: float
     queue_size: float
     in_flight: int
+    generation_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,11 @@ class Outcome:
         return self._mean("in_flight")
 
     @property
+    def generation_s(self) -> float:
+        """Mean seconds that a group is generated for."""
+        return self._mean("generation_s")
+
+    @property
     def trajectories_per_s(self) -> float:
         """Trained trajectories in a second."""
         return self.trajectories_per_batch * len(self.records) / self.wall_s if self.wall_s else math.inf
@@ -117,6 +124,7 @@ class Outcome:
             "queue_size": self.queue_size,
             "largest_buffer": float(self.largest_buffer),
             "in_flight": self.in_flight,
+            "generation_s": self.generation_s,
             "trajectories_per_s": self.trajectories_per_s,
             "prefix_hit_rate": self.prefix_hit_rate,
             "dropped_groups": float(self.dropped),

@@ -194,6 +194,7 @@ class Simulation:
                 max_staleness=figures[prefix + "max_staleness"],
                 queue_size=figures[prefix + "queue_size"],
                 in_flight=rollout.scheduler.trajectories_in_flight,
+                generation_s=figures[prefix + "generation_seconds"],
             )
         )
         if len(self._records) == self._pipeline.warmup:
