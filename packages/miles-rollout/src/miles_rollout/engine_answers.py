@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,18 +19,25 @@ from miles_contracts import (
     VersionSpan,
 )
 from miles_rollout.routing_rows import RoutingRows, encoded_bytes
+from miles_rollout.token_ids import TokenIds
 
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str | None) -> dict[str, Any]:
     """The body of one generation."""
     body: dict[str, Any] = {
-        "input_ids": input_ids if isinstance(input_ids, list) else list(input_ids),
+        "input_ids": _ids_field(input_ids),
         "sampling_params": _sampling_fields(params),
         "return_logprob": True,
     }
     if request_id is not None:
         body["rid"] = request_id
     return body
+
+
+def _ids_field(ids: Sequence[int]) -> msgspec.Raw | list[int]:
+    if isinstance(ids, TokenIds):
+        return msgspec.Raw(ids.json)
+    return ids if isinstance(ids, list) else list(ids)
 
 
 def batch_body(

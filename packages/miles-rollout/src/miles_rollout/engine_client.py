@@ -172,7 +172,7 @@ class EngineClient(NativeWeightCalls):
             if request_id is not None:
                 await self._abort_quietly(request_id)
             raise
-        return await self._result(answer, len(payload["input_ids"]), routing, routing_start)
+        return await self._result(answer, len(input_ids), routing, routing_start)
 
     async def generate_stream(
         self,
@@ -206,7 +206,7 @@ class EngineClient(NativeWeightCalls):
                     meta = mapping(body.get("meta_info"), self._url, "/generate meta_info")
                     answer = growing.add(body)
                     if meta.get("finish_reason") is not None:
-                        yield await self._result(answer, len(payload["input_ids"]), routing, routing_start)
+                        yield await self._result(answer, len(input_ids), routing, routing_start)
                         return
                     yield PartialResult(np.asarray(answer.get("output_ids") or [], dtype=np.int32))
         except DeadlineExceededError:

@@ -9,7 +9,7 @@ from session_factories import assistant, generation, user
 from miles_contracts import SamplingTransform, TrajectoryIdentity, Turn
 from miles_rollout.session.assemble import trajectories
 from miles_rollout.session.audit import AuditReport, SessionCounters, audit, record
-from miles_rollout.session.nodes import path_ids
+from miles_rollout.session.nodes import path_ids, path_prompt
 from miles_rollout.session.tree import Policy, SessionTree
 
 
@@ -21,7 +21,7 @@ def made():
     def turn(messages, reply, prompt, ids):
         plan = tree.plan(messages)
         sampled = generation(ids, f"r{len(tree.nodes)}")
-        given = np.concatenate((plan.history_ids(), np.asarray(prompt, np.int32)))
+        given = path_prompt(plan.parent).extended(np.asarray(prompt, np.int32)).array
         records[sampled.request_id] = record(sampled.request_id, given, sampled.output_ids, sampled.logprobs)
         return tree.commit(plan, np.asarray(prompt, np.int32), sampled, reply)
 

@@ -21,7 +21,7 @@ from miles_rollout.engine_stream import PartialResult
 from miles_rollout.parsers import ParsedMessage
 from miles_rollout.router import Router
 from miles_rollout.session import SessionConfig, SessionServer
-from miles_rollout.session.live import Delta, LiveView
+from miles_rollout.session.live import Delta, LiveTurn
 from miles_rollout.session.prompting import cut_at_stop
 
 
@@ -116,9 +116,39 @@ async def test_reasoning_and_calls_never_show_as_content(renderer) -> None:
         assert "".join(c["function"]["arguments"] for c in calls) == '{"city": "Oslo"}'
         kinds = [next(iter(e["choices"][0]["delta"]), "end") for e in live[:-1]]
         assert kinds[:3] == ["role", "reasoning_content", "content"]
-        # Where a call becomes content with all that stands before it, only the finished turn can tell.
-        none = [e async for e in events_of(await post(http, server, tools=[WEATHER], tool_choice="none"))]
-        assert text_of(none).startswith("<think>")
+
+
+async def test_calls_that_nobody_wants_stream_as_content(renderer) -> None:
+    async with streaming(renderer, [CALL], pause_at=10**6) as (server, _), aiohttp.ClientSession() as http:
+        events = [e async for e in events_of(await post(http, server, tools=[WEATHER], tool_choice="none"))]
+        (session,) = server.service._sessions.values()
+        reply = session.tree.nodes[0].reply
+        assert text_of(events) == reply.content
+        assert reply.content.startswith("One moment. <tool_call>")
+        assert text_of(events, "reasoning_content") == reply.reasoning_content == "look it up"
+        assert not reply.tool_calls
+        assert len([e for e in events[:-1] if e["choices"][0]["delta"].get("content")]) > 3  # while it was sampled
+
+
+@pytest.mark.parametrize("text", ["Hello there", "naïve 🙂 end", "one STOP two"])
+async def test_text_completions_stream_while_the_engine_samples(renderer, text: str) -> None:
+    async with streaming(renderer, [text]) as (server, engine), aiohttp.ClientSession() as http:
+        url = server.session_url(await open_session(http, server))
+        fields = {"prompt": [1, 2, 3], "stream": True, "stop": ["STOP"], "stream_options": {"include_usage": True}}
+        response = await http.post(f"{url}/completions", json=fields)
+        iterator = events_of(response)
+        events = [await anext(iterator)]
+        (session,) = server.service._sessions.values()
+        assert session.tree.nodes == []  # nothing is committed before the answer is there
+        engine.more.set()
+        events += [event async for event in iterator]
+        assert events[-1] == "[DONE]"
+        shown = "".join(e["choices"][0]["text"] for e in events[:-1] if e["choices"])
+        assert shown == text.partition("STOP")[0]
+        (node,) = session.tree.nodes
+        assert events[-3]["choices"][0]["token_ids"] == node.sampled.output_ids.tolist()
+        assert events[-2]["usage"]["completion_tokens"] == len(node.sampled.output_ids)
+        assert len({e["id"] for e in events[:-1]}) == 1
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -227,7 +257,7 @@ def test_deltas_are_the_beginning_of_the_finished_turn(renderer, pieces, ended, 
     renderer = renderer.with_options(thinking=thinking)
     ids = ScriptedEngine(renderer).ids_of("".join(pieces)) + [renderer.vocabulary.id("<|im_end|>")] * ended
     deltas: list[Delta] = []
-    view = LiveView(renderer, stop, deltas.append)
+    view = LiveTurn(renderer, stop, deltas.append)
     for end in sorted(data.draw(st.sets(st.integers(0, len(ids))))):
         shown = view.advance(np.asarray(ids[:end], dtype=np.int32))
         assert shown == bool(deltas)
@@ -241,9 +271,9 @@ def test_deltas_are_the_beginning_of_the_finished_turn(renderer, pieces, ended, 
         assert final == parsed
 
 
-def view_of(renderer: Any, *texts: str | list[int]) -> tuple[LiveView, list[str]]:
+def view_of(renderer: Any, *texts: str | list[int]) -> tuple[LiveTurn, list[str]]:
     seen: list[str] = []
-    view = LiveView(renderer, ("STOP",), lambda delta: seen.append(delta.content))
+    view = LiveTurn(renderer, ("STOP",), lambda delta: seen.append(delta.content))
     for text in texts:
         ids = ScriptedEngine(renderer).ids_of(text) if isinstance(text, str) else text
         view.advance(np.asarray(ids, dtype=np.int32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from session_factories import assistant, call, generation, tool, user
@@ -10,7 +11,7 @@ from miles_contracts import TrajectoryIdentity
 from miles_rollout.session.assemble import tree_counters
 from miles_rollout.session.errors import BadRequestError, HistoryDivergedError, NodeLimitError, SessionBusyError
 from miles_rollout.session.matching import Repair, role_content_only
-from miles_rollout.session.nodes import path_ids
+from miles_rollout.session.nodes import path_ids, path_prompt
 from miles_rollout.session.rawprefix import RawPrefixes
 from miles_rollout.session.tree import Policy, SessionTree
 
@@ -31,7 +32,8 @@ def test_linear_extends_and_holds_only_what_is_new() -> None:
     assert node.start == 3
     assert path_ids(node.path()).tolist() == [10, 11, 12, 13, 14, 15]
     plan = tree.plan([user("a"), assistant("A"), user("b"), assistant("B"), user("c"), user("d")])
-    assert plan.history_ids().tolist() == [10, 11, 12, 13, 14, 15]
+    stored = path_prompt(plan.parent)
+    assert list(stored) == [10, 11, 12, 13, 14, 15] == msgspec.json.decode(stored.json)
     assert plan.history_messages() == [user("a"), assistant("A"), user("b"), assistant("B")]
     assert plan.appended == (user("c"), user("d"))
 

@@ -16,7 +16,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,16 +24,18 @@ from aiohttp import web
 
 from miles_contracts import wire
 from miles_rollout.session.errors import BadRequestError, BodyTooLargeError, SessionError, UnauthorizedError
-from miles_rollout.session.requests import OpenRequest, decode_body
-from miles_rollout.session.responses import chat_body, completion_body, completion_events, wants_usage
+from miles_rollout.session.requests import OpenRequest, SamplingFields, decode_body
+from miles_rollout.session.responses import Answer, ChatStream, TextStream, chat_body, completion_body
 from miles_rollout.session.service import SessionService
-from miles_rollout.session.streaming import EVENT_STREAM, ChatResponse
+from miles_rollout.session.streaming import StreamedResponse
+from miles_rollout.session.turns import OnDelta
 
 _log = logging.getLogger(__name__)
 _OPEN = msgspec.json.Decoder(OpenRequest)
 _OFF_LOOP_BYTES = 4 << 20
 """Frames from this size on are written in a thread, so that the event loop keeps turning."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Serve = Callable[[str, bytes, OnDelta], Awaitable[tuple[Answer, SamplingFields]]]
 
 
 def make_app(service: SessionService, *, token: str | None = None, model: str = "policy") -> web.Application:
@@ -138,12 +140,19 @@ class _Routes:
         return web.Response(body=frame, content_type="application/octet-stream")
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._turn(request, self._service.chat, StreamedResponse(request, ChatStream), chat_body)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._turn(request, self._service.complete, StreamedResponse(request, TextStream), completion_body)
+
+    async def _turn(
+        self, request: web.Request, serve: _Serve, stream: StreamedResponse, whole: Callable[[Answer], bytes]
+    ) -> web.StreamResponse:
         started = time.perf_counter()
         body = await self._body(request)
-        stream = ChatResponse(request)
         try:
             try:
-                answer, asked = await self._service.chat(request.match_info["id"], body, stream.on_delta)
+                answer, asked = await serve(request.match_info["id"], body, stream.on_delta)
             except Exception as error:  # the request boundary again: the status is out, only an event can say it
                 if not stream.started:
                     raise
@@ -151,20 +160,9 @@ class _Routes:
             if asked.stream:
                 response: web.StreamResponse = await stream.finish(answer, asked)
             else:
-                response = web.Response(body=chat_body(answer), content_type="application/json")
+                response = web.Response(body=whole(answer), content_type="application/json")
         finally:
             stream.close()
-        self._service.metrics.observe("turn_seconds", time.perf_counter() - started)
-        return response
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        started = time.perf_counter()
-        answer, asked = await self._service.complete(request.match_info["id"], await self._body(request))
-        if asked.stream:
-            events = completion_events(answer, include_usage=wants_usage(asked))
-            response: web.StreamResponse = await _stream(request, events)
-        else:
-            response = web.Response(body=completion_body(answer), content_type="application/json")
         self._service.metrics.observe("turn_seconds", time.perf_counter() - started)
         return response
 
@@ -174,15 +172,6 @@ class _Routes:
         except web.HTTPRequestEntityTooLarge as error:
             limit = self._service.config.max_body_bytes
             raise BodyTooLargeError(f"the body is larger than {limit} bytes; raise max_body_bytes") from error
-
-
-async def _stream(request: web.Request, events: Iterable[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(headers=EVENT_STREAM)
-    await response.prepare(request)
-    for event in events:
-        await response.write(event)
-    await response.write_eof()
-    return response
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -28,19 +28,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
 
 
-class LiveView:
-    """Turns growing ids into deltas whose content, put together, is the beginning of the finished content.
-
-    Args:
-        renderer: reads the turn.
-        stop: stop strings of the request, which the client never sees.
-        emit: takes the deltas.
-    """
+class _Live:
+    """What is out already of a turn whose ids grow, and where the next piece goes."""
 
     def __init__(self, renderer: Renderer, stop: tuple[str, ...], emit: Callable[[Delta], None]) -> None:
+        self._renderer = renderer
         self._vocabulary = renderer.vocabulary
-        self._syntax = renderer.turn_syntax()
-        self._ends = frozenset(renderer.stop_token_ids)
         self._stop = stop
         self._emit = emit
         self.shown = Progress()
@@ -48,13 +41,13 @@ class LiveView:
     def advance(self, output_ids: NDArray[np.int32]) -> bool:
         """Take all ids sampled so far, int32 [N]; says whether the client has seen any of the turn."""
         try:
-            known = self._syntax.so_far(self._text(output_ids.tolist(), whole=False))
+            known = self._known(self._whole_characters(output_ids.tolist()))
         except InvalidFieldError:  # an id that does not exist: the check of the finished answer will say so
             return self.shown != Progress()
         content = text_before(known.content, self._stop)
         fresh = self.shown == Progress()
         reasoning = known.reasoning_content if fresh else self.shown.reasoning_content
-        # What contradicts the text that is out, or takes some of it back, is left to `settle`.
+        # What contradicts the text that is out, or takes some of it back, is left to the finished turn.
         if not content.startswith(self.shown.content):
             content = self.shown.content
         if (now := Progress(content=content, reasoning_content=reasoning)) != self.shown:
@@ -62,6 +55,47 @@ class LiveView:
             self._emit(Delta(content=piece, reasoning_content=reasoning if fresh else None))
             self.shown = now
         return self.shown != Progress()
+
+    def _known(self, ids: list[int]) -> Progress:
+        raise NotImplementedError
+
+    def _whole_characters(self, ids: list[int]) -> list[int]:
+        """Without ids at the end that are bytes of a character which is not finished."""
+        end = len(ids)
+        while end and self._vocabulary.is_byte(ids[end - 1]):
+            end -= 1
+        return ids[:end]
+
+
+class LiveText(_Live):
+    """Turns the growing ids of a text completion into pieces of its text.
+
+    Args:
+        renderer: decodes.
+        stop: stop strings of the request, which the client never sees.
+        emit: takes the pieces.
+    """
+
+    def _known(self, ids: list[int]) -> Progress:
+        return Progress(content=self._renderer.decode(ids).rstrip(_UNFINISHED))
+
+
+class LiveTurn(_Live):
+    """Turns growing ids into deltas whose content, put together, is the beginning of the finished content.
+
+    Args:
+        renderer: reads the turn.
+        stop: stop strings of the request, which the client never sees.
+        emit: takes the deltas.
+        calls: false for a client that gets calls as content.
+    """
+
+    def __init__(
+        self, renderer: Renderer, stop: tuple[str, ...], emit: Callable[[Delta], None], *, calls: bool = True
+    ) -> None:
+        super().__init__(renderer, stop, emit)
+        self._syntax = renderer.turn_syntax() if calls else renderer.turn_syntax().without_calls()
+        self._ends = frozenset(renderer.stop_token_ids)
 
     def settle(self, parsed: ParsedMessage, output_ids: list[int]) -> ParsedMessage:
         """The finished turn such that it begins with what was shown.
@@ -72,14 +106,10 @@ class LiveView:
         agrees = shown.reasoning_content is None or shown.reasoning_content == parsed.reasoning_content
         if agrees and parsed.content.startswith(shown.content):
             return parsed
-        return ParsedMessage(content=self._text(output_ids, whole=True))
+        return ParsedMessage(content=self._vocabulary.decode(self._without_end(output_ids)))
 
-    def _text(self, ids: list[int], *, whole: bool) -> str:
-        end = len(ids)
-        if end and ids[-1] in self._ends:
-            end -= 1
-        if whole:
-            return self._vocabulary.decode(ids[:end])
-        while end and self._vocabulary.is_byte(ids[end - 1]):
-            end -= 1
-        return self._vocabulary.decode(ids[:end]).rstrip(_UNFINISHED)
+    def _known(self, ids: list[int]) -> Progress:
+        return self._syntax.so_far(self._vocabulary.decode(self._without_end(ids)).rstrip(_UNFINISHED))
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] in self._ends else ids

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from miles_contracts import Message, VersionSpan
 from miles_rollout.session.matching import Repair
+from miles_rollout.token_ids import TokenIds, json_items
 
 Tools = tuple[dict[str, Any], ...]
 
@@ -61,6 +62,7 @@ class Node:
         repairs: kinds of repair that matching this reply has needed.
         demoted: assistant messages in `messages`, which the policy may have sampled once but did not here.
         retried: the client asked again for this turn after it was answered.
+        items: `prompt_ids` and the sampled ids as elements of a JSON array; empty until somebody continues the turn.
     """
 
     seq: int
@@ -79,6 +81,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
     demoted: int = 0
     retried: bool = False
+    items: bytes = b""
 
     @property
     def sampled_start(self) -> int:
@@ -110,6 +113,15 @@ def path_ids(path: Sequence[Node]) -> NDArray[np.int32]:
         parts.append(node.prompt_ids)
         parts.append(node.sampled.output_ids)
     return np.concatenate(parts)
+
+
+def path_prompt(node: Node | None) -> TokenIds:
+    """The whole sequence up to and including a node, as what an engine is given; no ids without a node."""
+    path = [] if node is None else node.path()
+    for each in path:
+        if not each.items:
+            each.items = json_items(path_ids([each]))
+    return TokenIds(path_ids(path), [each.items for each in path])
 
 
 def path_messages(path: Sequence[Node]) -> list[Message]:

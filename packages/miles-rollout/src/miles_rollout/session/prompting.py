@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from miles_contracts import InvalidFieldError
 from miles_rollout.renderers import Renderer, RenderError
 from miles_rollout.session.errors import BadRequestError, RenderRefusedError
-from miles_rollout.session.requests import ChatRequest
+from miles_rollout.session.requests import ChatRequest, CompletionRequest
 from miles_rollout.session.session import RenderChoice
 from miles_rollout.session.tree import Plan
 
 
-def render_prompt(renderer: Renderer, plan: Plan, history: list[int]) -> list[int]:
-    """The ids that are new in a prompt.
+def prompt_of(request: CompletionRequest, vocab_size: int) -> NDArray[np.int32]:
+    """The prompt of a text completion, int32 [T].
+
+    Raises:
+        BadRequestError: it is not one list of ids below `vocab_size`.
+    """
+    prompt: Any = request.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
+        raise BadRequestError("prompt: send token ids (one list of integers), text has no exact ids", param="prompt")
+    bad = next((i for i in prompt if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise BadRequestError(f"prompt: token id {bad} leaves [0, {vocab_size})", param="prompt")
+    return np.asarray(prompt, dtype=np.int32)
+
+
+def render_prompt(renderer: Renderer, plan: Plan, history: Sequence[int]) -> list[int]:
+    """The ids that are new in a prompt; `history` are the stored ids of what the plan continues.
 
     Raises:
         RenderRefusedError: the renderer cannot append these messages exactly.

@@ -21,12 +21,13 @@ class RawPrefixes:
 
     def __init__(self, capacity: int = 4) -> None:
         self._capacity = capacity
-        self._entries: dict[bytes, tuple[Node, int]] = {}
+        # A list, not a dictionary: hashing a whole conversation would cost more than comparing it with a few.
+        self._entries: list[tuple[bytes, Node, int]] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        return sum(map(len, self._entries))
+        return sum(len(prefix) for prefix, _, _ in self._entries)
 
     def find(self, raw: bytes) -> tuple[Node, int, bytes] | None:
         """The longest remembered request that this one continues.
@@ -38,26 +39,17 @@ class RawPrefixes:
             The node that answered it, its number of messages (the reply not counted), and the JSON array of the
             messages that follow; None when nothing matches.
         """
-        best = b""
-        for prefix in self._entries:
-            if len(best) < len(prefix) < len(raw) and raw.startswith(prefix):
-                best = prefix
-        if not best:
+        found = [entry for entry in self._entries if len(entry[0]) < len(raw) and raw.startswith(entry[0])]
+        if not found:
             return None
-        rest = raw[len(best) :].lstrip(_BLANK)
-        if not rest.startswith(b","):
-            return None
-        node, count = self._entries[best]
-        return node, count, b"[" + rest[1:]
+        prefix, node, count = max(found, key=lambda entry: len(entry[0]))
+        rest = raw[len(prefix) :].lstrip(_BLANK)
+        return (node, count, b"[" + rest[1:]) if rest.startswith(b",") else None
 
     def remember(self, raw: bytes, node: Node, count: int) -> None:
         """Note that `node` answered the request with these `count` messages; drops what it continued."""
         prefix = raw.rstrip(_BLANK)[:-1].rstrip(_BLANK)
         if not prefix.endswith(b"}"):
             return
-        for old in [old for old, (held, _) in self._entries.items() if held is node.parent]:
-            del self._entries[old]
-        self._entries.pop(prefix, None)
-        self._entries[prefix] = (node, count)
-        while len(self._entries) > self._capacity:
-            del self._entries[next(iter(self._entries))]
+        kept = [e for e in self._entries if e[1] is not node.parent and e[0] != prefix]
+        self._entries = [*kept, (prefix, node, count)][-self._capacity :]

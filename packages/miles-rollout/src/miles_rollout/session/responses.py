@@ -1,7 +1,7 @@
 """Answers in OpenAI's form, whole or as a stream of server-sent events.
 
-A stream ends only once its turn is committed. Of a chat, pieces may have gone out before (see `live`); `chat_events`
-then gives the rest. A stream that fails ends with an error and without `[DONE]`, and its turn is not in the session.
+A stream ends only once its turn is committed. Pieces may have gone out before (see `live`); `rest` then gives what is
+left. A stream that fails ends with an error and without `[DONE]`, and its turn is not in the session.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miles_contracts import Message
 from miles_rollout.session.errors import SessionError
 from miles_rollout.session.live import Delta
 from miles_rollout.session.nodes import Node
-from miles_rollout.session.requests import ChatRequest, SamplingFields
+from miles_rollout.session.requests import SamplingFields
 
 _ENCODER = msgspec.json.Encoder()
 CHUNK_CHARS = 64
@@ -119,13 +119,8 @@ class ChatStream:
         asked: the request.
     """
 
-    def __init__(self, completion_id: str, asked: ChatRequest) -> None:
-        self._head: dict[str, Any] = {
-            "id": completion_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
+    def __init__(self, completion_id: str, asked: SamplingFields) -> None:
+        self._head = _head(completion_id, "chat.completion.chunk", asked.model)
         self._include_usage = wants_usage(asked)
         if self._include_usage:
             self._head["usage"] = None
@@ -156,7 +151,7 @@ class ChatStream:
                 yield self._event({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
         yield self._event({}, answer.finish_reason, logprobs=_logprobs(answer), miles=answer.extras())
         if self._include_usage:
-            yield b"data: " + _ENCODER.encode(self._head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
+            yield _event(self._head | {"choices": [], "usage": answer.usage()})
         yield DONE
 
     def _begin(self, content: str | None) -> Iterator[bytes]:
@@ -170,7 +165,43 @@ class ChatStream:
 
     def _event(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None} | more
-        return b"data: " + _ENCODER.encode(self._head | {"choices": [choice]}) + b"\n\n"
+        return _event(self._head | {"choices": [choice]})
+
+
+class TextStream:
+    """Writes the events of one streamed `text_completion` sequence; all of them carry the same id.
+
+    Args:
+        completion_id: id of the completion.
+        asked: the request.
+    """
+
+    def __init__(self, completion_id: str, asked: SamplingFields) -> None:
+        self._head = _head(completion_id, "text_completion", asked.model)
+        self._include_usage = wants_usage(asked)
+        self._shown = 0
+
+    def piece(self, delta: Delta) -> Iterator[bytes]:
+        """Events of a piece of a turn that is not finished."""
+        self._shown += len(delta.content)
+        yield from self._text(delta.content)
+
+    def rest(self, answer: Answer) -> Iterator[bytes]:
+        """Events of what `piece` has not brought of a turn that is finished, `[DONE]` included."""
+        yield from self._text((answer.text or "")[self._shown :])
+        ids = answer.node.sampled.output_ids.tolist()
+        yield self._event("", answer.finish_reason, token_ids=ids, miles=answer.extras())
+        if self._include_usage:
+            yield _event(self._head | {"choices": [], "usage": answer.usage()})
+        yield DONE
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        for piece in _pieces(text):
+            yield self._event(piece)
+
+    def _event(self, text: str, finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None} | more
+        return _event(self._head | {"choices": [choice]})
 
 
 def wants_usage(asked: SamplingFields) -> bool:
@@ -180,27 +211,7 @@ def wants_usage(asked: SamplingFields) -> bool:
 
 def error_event(error: SessionError) -> bytes:
     """The event that ends a stream whose turn failed."""
-    return b"data: " + _ENCODER.encode(error.to_dict()) + b"\n\n"
-
-
-def completion_events(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
-    """The events of a streamed `text_completion` sequence, `[DONE]` included."""
-    head = _envelope(answer, "text_completion")
-    for piece in _pieces(answer.text):
-        choice = {"index": 0, "text": piece, "finish_reason": None, "logprobs": None}
-        yield b"data: " + _ENCODER.encode(head | {"choices": [choice]}) + b"\n\n"
-    last = {
-        "index": 0,
-        "text": "",
-        "finish_reason": answer.finish_reason,
-        "logprobs": None,
-        "token_ids": answer.node.sampled.output_ids.tolist(),
-        "miles": answer.extras(),
-    }
-    yield b"data: " + _ENCODER.encode(head | {"choices": [last]}) + b"\n\n"
-    if include_usage:
-        yield b"data: " + _ENCODER.encode(head | {"choices": [], "usage": answer.usage()}) + b"\n\n"
-    yield DONE
+    return _event(error.to_dict())
 
 
 def reply_dict(message: Message) -> dict[str, Any]:
@@ -217,7 +228,16 @@ def reply_dict(message: Message) -> dict[str, Any]:
 
 
 def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
-    return {"id": answer.id, "object": kind, "created": int(time.time()), "model": answer.model}
+    return _head(answer.id, kind, answer.model)
+
+
+def _head(completion_id: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": completion_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
 def _pieces(text: str | None) -> Iterator[str]:

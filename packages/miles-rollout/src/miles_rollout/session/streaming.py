@@ -1,4 +1,4 @@
-"""One streamed chat answer on its connection: pieces while the turn runs, then the rest, or the error that ended it."""
+"""One streamed answer on its connection: pieces while the turn runs, then the rest, or the error that ended it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from aiohttp import web
 
 from miles_rollout.session.errors import SessionError
 from miles_rollout.session.live import Delta
-from miles_rollout.session.requests import ChatRequest
-from miles_rollout.session.responses import Answer, ChatStream, error_event
+from miles_rollout.session.requests import SamplingFields
+from miles_rollout.session.responses import Answer, ChatStream, TextStream, error_event
 
 EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
-class ChatResponse:
+class StreamedResponse:
     """Begins its HTTP answer with the first delta, so that whatever fails earlier still gets a status of its own.
 
     Deltas are taken at once and written by a task: the engine's answer is never read slower for a slow client.
+
+    Args:
+        request: the HTTP request.
+        events: makes the events of a completion of this id.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, events: type[ChatStream] | type[TextStream]) -> None:
         self._request = request
+        self._events = events
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._writer: asyncio.Task[web.StreamResponse] | None = None
-        self._stream: ChatStream | None = None
+        self._stream: ChatStream | TextStream | None = None
 
     @property
     def started(self) -> bool:
         """Whether the client is being sent a stream already."""
         return self._writer is not None
 
-    def on_delta(self, asked: ChatRequest, delta: Delta) -> None:
+    def on_delta(self, asked: SamplingFields, delta: Delta) -> None:
         """Send a piece of the turn."""
         if self._stream is None:
             name = f"chatcmpl-{self._request.match_info['id'][:8]}-{secrets.token_hex(8)}"
-            self._stream = ChatStream(name, asked)
+            self._stream = self._events(name, asked)
             self._writer = asyncio.create_task(self._write(self._stream), name=name)
         self._deltas.put_nowait(delta)
 
-    async def finish(self, answer: Answer, asked: ChatRequest) -> web.StreamResponse:
+    async def finish(self, answer: Answer, asked: SamplingFields) -> web.StreamResponse:
         """Send what is left of a committed turn."""
-        stream = self._stream or ChatStream(answer.id, asked)
+        stream = self._stream or self._events(answer.id, asked)
         return await self._end(stream.rest(answer))
 
     async def fail(self, error: SessionError) -> web.StreamResponse:
@@ -63,7 +68,7 @@ class ChatResponse:
         await response.write_eof()
         return response
 
-    async def _write(self, stream: ChatStream) -> web.StreamResponse:
+    async def _write(self, stream: ChatStream | TextStream) -> web.StreamResponse:
         response = await self._begin()
         while (delta := await self._deltas.get()) is not None:
             for event in stream.piece(delta):

@@ -66,10 +66,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     id_map: dict[str, str]
     begun: int
 
-    def history_ids(self) -> NDArray[np.int32]:
-        """int32 [T], the stored prefix that the engine will be given before the new suffix."""
-        return path_ids(self.parent.path()) if self.parent is not None else np.empty(0, dtype=np.int32)
-
     def history_messages(self) -> list[Message]:
         """Messages of the stored prefix."""
         return path_messages(self.parent.path()) if self.parent is not None else []
@@ -299,7 +295,7 @@ class SessionTree:
 
         Args:
             plan: what the request continues.
-            prompt_ids: int32 [P], the new suffix that was given to the engine after `plan.history_ids()`.
+            prompt_ids: int32 [P], the new suffix that was given to the engine after the ids of the parent's path.
             sampled: what the engine sampled after it.
             reply: the assistant message for the client, None for a token-level completion.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +37,7 @@ class Sampler(Protocol):
     async def generate(
         self,
         key: str,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         params: SamplingParams,
         *,
         request_id: str,
@@ -72,7 +73,7 @@ class EngineSampler:
     async def generate(
         self,
         key: str,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         params: SamplingParams,
         *,
         request_id: str,
@@ -115,7 +116,7 @@ class RouterSampler:
     async def generate(
         self,
         key: str,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         params: SamplingParams,
         *,
         request_id: str,
@@ -136,7 +137,7 @@ class RouterSampler:
 async def call(
     sampler: Sampler,
     key: str,
-    input_ids: list[int],
+    input_ids: Sequence[int],
     params: SamplingParams,
     *,
     request_id: str,
