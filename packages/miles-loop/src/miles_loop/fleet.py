@@ -21,10 +21,12 @@ from miles_loop.processes import Process
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
-from miles_sync import FleetFencedError, UpdateReport, UpdateSource, update_weights
+from miles_sync import Expect, FleetFencedError, LogprobCanary, Phase, UpdateReport, UpdateSource, update_weights
 
 _POLL_S = 0.05
 _UPDATE_TRIES = 3
+_PROBE = (5, 6, 7, 8, 9, 10, 11)
+"""Tokens that the canary continues: every vocabulary has them."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Fleet:
         engines: clients in order, each with its process or None for an engine that somebody else runs.
         source: where weights come from.
         transport: how they reach engines; the shared memory of this machine when not given.
+        canary: what a probe of the policy around an update has to show; None sends no probe.
         records: what engines answer is recorded here.
         mode: what happens to running requests during an update.
         update_deadline_s: of one update.
@@ -68,6 +71,7 @@ class Fleet:
         *,
         source: UpdateSource,
         transport: FleetTransport | None = None,
+        canary: Expect | None = None,
         records: EngineRecords,
         mode: PauseMode,
         update_deadline_s: float,
@@ -93,6 +97,8 @@ class Fleet:
         ]
         self._source = source
         self._transport = transport or LocalTransport()
+        self._canary = canary
+        self._updated = False
         self._mode = mode
         self._update_deadline_s = update_deadline_s
         self._start_timeout_s = start_timeout_s
@@ -161,7 +167,7 @@ class Fleet:
             if not targets:
                 break
             try:
-                report = await self._transfer(targets, version)
+                report = await self._transfer(targets, version, again=attempt > 0)
                 break
             except NotConnectedError as error:
                 await self._expel([error.engine], error)
@@ -179,7 +185,7 @@ class Fleet:
                     self._on_event(f"{error}; trying again")
             if all(slot.process is None for slot in self._slots) and not any(slot.up for slot in self._slots):
                 raise RunError("engines_gone", "no engine could be updated, and none of them was started by this run")
-        self.version = version
+        self.version, self._updated = version, True
         for router in self._routers:
             router.set_version(version)
         for slot in fenced:
@@ -188,7 +194,11 @@ class Fleet:
         return report
 
     async def _fence(self, error: FleetFencedError, *, again: bool) -> list[EngineSlot]:
-        """Take fenced engines out of the routers; those that answer and are to be updated again stay up."""
+        """Take fenced engines out of the routers; those that answer and are to be updated again stay up.
+
+        What a canary has condemned is not sent again: only a restart makes such an engine trustworthy.
+        """
+        again = again and all(fault.phase is not Phase.CANARY for fault in error.report.faults)
         fenced = [slot for slot in self._slots if slot.url in error.report.fenced]
         alive = [slot for slot in fenced if again and await slot.client.healthy()]
         for slot in alive:
@@ -197,19 +207,32 @@ class Fleet:
         await self._expel([slot.url for slot in fenced if slot not in alive], error)
         return alive
 
-    async def _transfer(self, targets: Sequence[EngineSlot], version: int) -> UpdateReport:
+    async def _transfer(self, targets: Sequence[EngineSlot], version: int, *, again: bool = False) -> UpdateReport:
         try:
             engines = await self._transport.connect([slot.client for slot in targets])
-            return await update_weights(
-                engines,
-                self._source,
-                version=version,
-                mode=self._mode,
-                deadline_s=self._update_deadline_s,
-            )
+            with self.router.updating(), self.evaluation_router.updating():
+                return await update_weights(
+                    engines,
+                    self._source,
+                    version=version,
+                    mode=self._mode,
+                    deadline_s=self._update_deadline_s,
+                    canary=self._probe(version, again),
+                )
         except BaseException:
             self._transport.reset()
             raise
+
+    def _probe(self, version: int, again: bool) -> LogprobCanary | None:
+        """The probe of one update.
+
+        What engines answered before counts for an update of a fleet that serves: weights that are sent again need
+        not move, and an engine that an earlier update has left paused answers nothing.
+        """
+        if self._canary is None:
+            return None
+        serves = self._updated and not again and version != self.version
+        return LogprobCanary([_PROBE], expect=self._canary if serves else Expect.ANYTHING)
 
     async def flush(self) -> None:
         """Forget every cached prefix on the engines that are up."""
@@ -220,10 +243,11 @@ class Fleet:
         for slot in self._slots:
             if slot.url not in urls:
                 continue
-            slot.up = False
+            # One that is down already was found dead meanwhile: what runs there now is its fresh process.
+            was_up, slot.up = slot.up, False
             self._quarantine(slot, f"fenced: {error}")
             self._on_event(f"engine {slot.url} is out of service: {error}")
-            if slot.process is not None:
+            if slot.process is not None and was_up:
                 slot.process.crash()
 
     async def _watch(self, slot: EngineSlot) -> None:

@@ -22,15 +22,13 @@ from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import TRAINER, LocalRuntime, start_message
+from miles_loop.runtime import GONE_GRACE_S, TRAINER, LocalRuntime, lost_trainer, start_message
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
     from miles_loop.driver import Driver
 
 _log = logging.getLogger(__name__)
-_GONE_GRACE_S = 2.0
-"""How long to wait for a dead process to be reaped, so that the error names it."""
 
 
 def process_age_s() -> float:
@@ -221,11 +219,11 @@ class RunSession:
         trainer_died = asyncio.ensure_future(runtime.trainer_died())
         try:
             await asyncio.wait((loop, trainer_died, runtime.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
-            if loop.done() and not _lost_trainer(loop):
+            if loop.done() and not lost_trainer(loop):
                 return loop.result()
             # A broken connection is noticed before the dead process is: its death is the better reason.
             await asyncio.wait(
-                (trainer_died, runtime.fleet.failed), timeout=_GONE_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                (trainer_died, runtime.fleet.failed), timeout=GONE_GRACE_S, return_when=asyncio.FIRST_COMPLETED
             )
             if trainer_died.done():
                 raise trainer_died.result()
@@ -245,13 +243,6 @@ class RunSession:
     def _event(self, text: str) -> None:
         _log.warning(text)
         self._display.note(text)
-
-
-def _lost_trainer(loop: asyncio.Future[None]) -> bool:
-    if loop.cancelled():
-        return False
-    error = loop.exception()
-    return isinstance(error, RunError) and error.reason == "trainer_gone"
 
 
 def reason_of(error: MilesError) -> str:

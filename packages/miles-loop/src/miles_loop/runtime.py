@@ -18,23 +18,30 @@ from miles_contracts import InvalidFieldError, PauseMode
 from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
 from miles_loop.config import EngineConfig, RunConfig, RuntimeKind
-from miles_loop.errors import ProcessDiedError
+from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.fleet import Fleet
 from miles_loop.hosts import Host, LocalHost
+from miles_loop.models import num_experts, num_layers
 from miles_loop.processes import Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
-from miles_loop.sync_parts import engine_module, make_transport, sender_settings
+from miles_loop.sglang_engine import sglang_spec
+from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.engine_client import Deadlines, EngineClient
+from miles_rollout.engine_identity import EngineKind
 
 TRAINER = "trainer"
 """Name of the trainer process."""
+GONE_GRACE_S = 2.0
+"""How long to wait for a dead process to be reaped, so that the error names it."""
 
 
 def engine_spec(
     config: EngineConfig, index: int, port: int, model: Path, module: str = "miles_rollout.engine"
 ) -> ProcessSpec:
-    """Process of one embedded engine."""
+    """Process of one engine; `module` is what an embedded one runs."""
+    if config.kind is EngineKind.SGLANG:
+        return sglang_spec(config, index, port, model)
     arguments = ["--model-path", str(model), "--host", config.host, "--port", str(port), "--dtype", config.dtype]
     arguments += ["--max-running-requests", str(config.max_batch), "--threads", str(config.threads)]
     if config.max_context is not None:
@@ -44,6 +51,8 @@ def engine_spec(
         module=module,
         arguments=(*arguments, *config.extra_args),
         threads=config.threads,
+        environment=config.environment,
+        python=config.python,
     )
 
 
@@ -111,6 +120,8 @@ class LocalRuntime:
         self._on_event = on_event
         self._host: Host | None = None
         self._trainer_process: Process | None = None
+        self._clients: list[EngineClient] = []
+        self._routing = False
         self.trainer: TrainerClient
         self.fleet: Fleet
 
@@ -133,10 +144,13 @@ class LocalRuntime:
         self._trainer_process = made.process
         self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
         engines = await self._make_engines(host, model)
+        self._clients = [client for client, _ in engines]
+        self._routing = config.trainer.replay.enabled and num_experts(model) is not None
         self.fleet = Fleet(
             engines,
             source=self.trainer,
             transport=make_transport(config, self.trainer, model),
+            canary=canary_of(config),
             records=self._records,
             mode=PauseMode(config.sync.mode),
             update_deadline_s=config.sync.deadline_s,
@@ -156,8 +170,9 @@ class LocalRuntime:
     async def _make_engines(self, host: Host, model: Path) -> list[tuple[EngineClient, Process | None]]:
         config = self._config.engine
         deadlines = Deadlines(generate=self._config.rollout.timeout_s, weights=self._config.sync.deadline_s)
+        layers = num_layers(model)
         if config.urls:
-            return [(EngineClient(url, deadlines=deadlines), None) for url in config.urls]
+            return [(EngineClient(url, deadlines=deadlines, routing_layers=layers), None) for url in config.urls]
 
         module = engine_module(self._config)
 
@@ -165,7 +180,18 @@ class LocalRuntime:
             return engine_spec(config.model_copy(update={"host": address}), index, port, model, module)
 
         made = await host.make_engines(spec)
-        return [(EngineClient(engine.url, deadlines=deadlines), engine.process) for engine in made]
+        return [
+            (EngineClient(engine.url, deadlines=deadlines, routing_layers=layers), engine.process) for engine in made
+        ]
+
+    async def _engines_ready(self) -> None:
+        """Wait for all engines, then refuse any that this release does not know or that cannot do what the run needs.
+
+        Raises:
+            EngineError: naming the engine and what it lacks.
+        """
+        await self.fleet.wait_ready()
+        await asyncio.gather(*(client.require_supported(routing=self._routing) for client in self._clients))
 
     async def load(self, start: link.Start) -> int:
         """Wait until the trainer has its model and every engine answers; returns the trainer's version.
@@ -174,7 +200,7 @@ class LocalRuntime:
             ProcessDiedError, DeadlineExceededError, TrainerFailedError: naming the process, with its log's end.
         """
         trainer = asyncio.create_task(self.trainer.start(self._placed(start), self._config.engine.start_timeout_s))
-        fleet = asyncio.create_task(self.fleet.wait_ready())
+        fleet = asyncio.create_task(self._engines_ready())
         died = asyncio.create_task(self.trainer_died())
         tasks = (trainer, fleet, died)
         try:
@@ -183,6 +209,11 @@ class LocalRuntime:
                 done, _ = await asyncio.wait({*waiting, died}, return_when=asyncio.FIRST_COMPLETED)
                 if died in done:
                     raise died.result()
+                if trainer in done and lost_trainer(trainer):
+                    # A broken connection is noticed before the dead process is: its death is the better reason.
+                    await asyncio.wait((died,), timeout=GONE_GRACE_S)
+                    if died.done():
+                        raise died.result()
                 for task in done:
                     task.result()
                 waiting -= done
@@ -217,3 +248,11 @@ class LocalRuntime:
         await asyncio.gather(*stopping)
         if self._host is not None:
             await self._host.close()
+
+
+def lost_trainer(task: asyncio.Future[Any]) -> bool:
+    """Whether a task ended because the connection to the trainer broke."""
+    if not task.done() or task.cancelled():
+        return False
+    error = task.exception()
+    return isinstance(error, RunError) and error.reason == "trainer_gone"

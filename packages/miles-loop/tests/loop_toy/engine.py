@@ -61,6 +61,10 @@ class FakeEngine:
         """Served version."""
         return web.json_response({"weight_version": self.version})
 
+    async def info(self, request: web.Request) -> web.Response:
+        """It speaks the embedded engine's calls."""
+        return web.json_response({"engine": "miles"})
+
     async def pause(self, request: web.Request) -> web.Response:
         """Hold answers back."""
         self.running.clear()
@@ -102,7 +106,8 @@ def main() -> None:
         [
             web.post("/generate", engine.generate),
             web.get("/health", engine.health),
-            web.get("/get_weight_version", engine.weight_version),
+            web.get("/server_info", engine.info),
+            web.get("/model_info", engine.weight_version),
             web.post("/pause_generation", engine.pause),
             web.post("/continue_generation", engine.resume),
             web.post("/begin_weight_update", engine.begin),
