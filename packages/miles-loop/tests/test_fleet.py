@@ -26,10 +26,12 @@ from miles_loop.audit import EngineRecords
 from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.fleet import Fleet, choose_ports
 from miles_rollout.engine_identity import EngineIdentity, EngineKind
+from miles_sync import Expect
 
 
 class Engine:
-    """An engine in memory. `refuses` makes commits fail that many times; a dead one answers nothing."""
+    """An engine in memory. `refuses` makes commits fail that many times; a dead one answers nothing; one that is
+    stuck says the same whatever its version."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -37,6 +39,8 @@ class Engine:
         self.dead = False
         self.refuses = 0
         self.flushed = 0
+        self.stuck = False
+        self.probes = 0
         self.address = url
         self._next: int | None = None
 
@@ -77,6 +81,8 @@ class Engine:
 
     async def rollback_weight_update(self, update_id: str) -> None:
         self._check()
+        if self._next == self.version:
+            raise WeightUpdateError("it is committed", engine=self.url)
 
     async def move_to(self, url: str) -> None:
         self.address = url
@@ -86,10 +92,12 @@ class Engine:
 
     async def generate(self, input_ids: Any, params: SamplingParams, **_: Any) -> GenerateResult:
         self._check()
+        self.probes += 1
         spans = (VersionSpan(start=0, end=1, version=self.version),)
+        moved = 0.0 if self.stuck else -0.1 * (self.version or 0)
         return GenerateResult(
             output_ids=np.array([7], np.int32),
-            logprobs=np.zeros(1, np.float32),
+            logprobs=np.full(1, moved, np.float32),
             version_spans=spans,
             finish_reason="stop",
             request_id=f"{self.url}-{len(input_ids)}",
@@ -156,7 +164,7 @@ class Source:
 class Scene:
     """A fleet over engines in memory."""
 
-    def __init__(self, count: int, *, restarts: int = 1, processes: bool = True) -> None:
+    def __init__(self, count: int, *, restarts: int = 1, processes: bool = True, canary: Expect | None = None) -> None:
         self.engines = [Engine(f"http://e{i}") for i in range(count)]
         self.processes = [Process(engine) for engine in self.engines]
         self.events: list[str] = []
@@ -167,6 +175,7 @@ class Scene:
         self.fleet = Fleet(
             pairs,
             source=self.source,
+            canary=canary,
             records=self.records,
             mode=PauseMode.RETRACT,
             update_deadline_s=5,
@@ -338,6 +347,27 @@ async def test_an_engine_that_ends_before_it_answers_is_named(scenes: list[Scene
     scene.processes[0].crash()
     with pytest.raises(ProcessDiedError, match="http://e0 was killed"):
         await scene.fleet.wait_ready()
+
+
+async def test_the_canary_is_off_unless_asked_for(scenes: list[Scene]) -> None:
+    scene = Scene(1)
+    scenes.append(scene)
+    await scene.start()
+    await scene.update(1)
+    assert scene.engines[0].probes == 0
+
+
+async def test_an_engine_that_answers_as_before_is_restarted(scenes: list[Scene]) -> None:
+    scene = Scene(1, canary=Expect.CHANGE)
+    scenes.append(scene)
+    await scene.start()  # what an engine loaded itself need not move
+    await scene.update(1)
+    assert scene.engines[0].probes > 0
+    scene.engines[0].stuck = True
+    await scene.update(2)  # it said something else before
+    await scene.update(3)
+    assert "serves its old weights" in scene.events[0]
+    await until(lambda: scene.processes[0].starts == 1 and scene.engines[0].version == 3)
 
 
 async def test_a_flush_reaches_the_engines_that_are_up(scenes: list[Scene]) -> None:

@@ -275,6 +275,14 @@ class BroadcastBackend(StrEnum):
     NCCL = "nccl"
 
 
+class CanaryKind(StrEnum):
+    """Whether a short prompt is sampled around every update, besides asking for versions."""
+
+    OFF = "off"
+    AGREE = "agree"
+    CHANGE = "change"
+
+
 class PeerBackendKind(StrEnum):
     """How bytes get into the memory of a peer."""
 
@@ -309,6 +317,10 @@ class SyncConfig(Section):
     """Shared-memory mount for the buckets."""
     deadline_s: Seconds = 300.0
     """Deadline of one weight update; a late update is rolled back."""
+    canary: CanaryKind = CanaryKind.OFF
+    """Probe the policy itself after an update, which is taken back when an engine answers wrongly: `agree` (finite and
+    alike on all engines), `change` (and not what the engine answered before; for steps that always move weights).
+    A probe queues like any request, so engines that are always full answer it late."""
 
 
 class CheckpointConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_contracts import PauseMode
-from miles_loop.config import RunConfig, TransportKind
+from miles_loop.config import CanaryKind, RunConfig, TransportKind
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import (
     BroadcastTransport,
@@ -15,6 +15,7 @@ from miles_loop.transports import (
     PeerTransport,
     Sender,
 )
+from miles_sync import Expect
 from miles_sync.messages import peer_group_backend
 
 
@@ -52,6 +53,12 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
             return DiskTransport(weight_store(config), checkpoint.absolute(), model)
         case TransportKind.LOCAL:
             return LocalTransport()
+
+
+def canary_of(config: RunConfig) -> Expect | None:
+    """What the probe of an update has to show; None for no probe."""
+    kinds = {CanaryKind.OFF: None, CanaryKind.AGREE: Expect.ANYTHING, CanaryKind.CHANGE: Expect.CHANGE}
+    return kinds[config.sync.canary]
 
 
 def engine_module(config: RunConfig) -> str:

@@ -55,9 +55,10 @@ class LogprobCanary:
         self._reference: tuple[str, list[tuple[int, float]]] | None = None
 
     async def prepare(self, engine: Engine) -> None:
-        """Remember what the engine answers now."""
+        """Remember what the engine answers now, when that is to be compared; a paused engine could not answer."""
         self._reference = None
-        self._before[engine.url] = await self._probe(engine)
+        if self._expect is not Expect.ANYTHING:
+            self._before[engine.url] = await self._probe(engine)
 
     async def check(self, engine: Engine) -> None:
         """Compare with what it answers now.
@@ -68,7 +69,7 @@ class LogprobCanary:
         after = await self._probe(engine)
         if not all(math.isfinite(logprob) for _, logprob in after):
             raise WeightUpdateError("the canary's log-probs are not finite", engine=engine.url)
-        moved = self._distance(self._before[engine.url], after)
+        moved = self._distance(self._before.get(engine.url, after), after)
         if self._expect is Expect.CHANGE and moved == 0:
             raise WeightUpdateError("the canary did not change: the engine serves its old weights", engine=engine.url)
         if self._expect is Expect.SAME and moved > self._tolerance:
