@@ -84,6 +84,7 @@ def by_hand(ids: list[int], bits: int, word: int) -> int:
 def test_packed_form_is_exact_and_as_defined(trace: RoutingTrace) -> None:
     words = trace.pack()
     assert words.dtype == trace.expert_ids.dtype
+    assert words.nbytes == trace.packed_bytes
     flat, word = trace.expert_ids.reshape(-1).tolist(), 8 * words.itemsize
     assert int.from_bytes(words.tobytes(), "little") == by_hand(flat, trace.bits, word)
     back = RoutingTrace.unpack(words, trace.expert_ids.shape, trace.num_experts)

@@ -254,10 +254,12 @@ async def test_the_recording_engine_keeps_the_digests_of_the_rows_it_asked_for()
         url = "fake"
 
         async def generate(self, *_: object, routing_start: int = 0, **__: object) -> GenerateResult:
-            return msgspec.structs.replace(answer("r", 4), routing=ids[routing_start:])
+            return msgspec.structs.replace(answer("r", 4), routing=ids[routing_start:], routing_s=2.0)
 
     records = EngineRecords()
     await RecordingEngine(Said(), records).generate([1] * 697, None, request_id="r", routing=True, routing_start=9)
     (stored,) = records._records.values()
     assert stored.first_row == 9
+    assert 2.0 < records.take_capture_s() < 3.0  # the engine's part and our own
+    assert records.take_capture_s() == 0.0
     assert np.array_equal(stored.rows, row_digests(ids)[9:])

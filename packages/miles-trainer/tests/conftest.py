@@ -49,6 +49,22 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
 }
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+_SPARSE_MLA = {**_MLA, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
+_LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
@@ -57,25 +73,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_MOE, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
     "glm4_moe": _DEEPSEEK,
-    "deepseek_v3": {
-        **_DEEPSEEK,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 6,
-    },
+    "deepseek_v3": {**_DEEPSEEK, **_MLA},
+    "deepseek_v32": {**_DEEPSEEK, **_SPARSE_MLA},
+    "glm_moe_dsa": {**_DEEPSEEK, **_SPARSE_MLA},
+    "glm4_moe_lite": {**_DEEPSEEK, **_MLA},
+    # the first layer routes by a table of token ids
+    "deepseek_v4": {**_DEEPSEEK, "num_local_experts": 8, "num_hash_layers": 1},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "qwen3_5_text": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_hidden_layers": 4,
+    "qwen3_5_text": _LINEAR_ATTENTION,
+    "qwen3_5_moe_text": {**_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 16},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["full_attention", "full_attention"],
     },
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 2},
+    "afmoe": {**_MOE, "num_dense_layers": 1, "num_hidden_layers": 3},
+    "mimo_v2_flash": _DEEPSEEK,
     "nemotron_h": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -90,15 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "moe", "attention", "moe"],
         "num_hidden_layers": 4,
     },
-    "qwen3_next": {
-        **_MOE,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_hidden_layers": 4,
-    },
+    "qwen3_next": {**_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 16},
 }
 
 
@@ -109,13 +121,16 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **override
 
     torch.manual_seed(seed)
     values = {**_COMMON, **FAMILIES[family], **overrides}
-    if family == "deepseek_v3":
+    if "qk_rope_head_dim" in values:
         del values["head_dim"]
     config = AutoConfig.for_model(family, **values)
     model = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
+        if name.endswith("tid2eid"):
+            table = torch.rand(len(buffer), config.n_routed_experts).argsort(-1)[:, : buffer.shape[1]]
+            buffer.copy_(table)
     return model.to(getattr(torch, dtype))
 
 

@@ -47,6 +47,7 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         cached_tokens: prompt tokens found in the prefix cache, None when not said.
         routing: expert ids [prompt + N - 1 - routing_start, layers, top_k] of the tokens that were fed, from token
             `routing_start` on (0 unless the caller asked otherwise); None when not asked for.
+        routing_s: seconds that recording them took the engine, 0 when not said.
         request_id: the engine's name for the request.
     """
 
@@ -56,6 +57,7 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     finish_reason: str
     cached_tokens: int | None = None
     routing: Any = None
+    routing_s: float = 0.0
     request_id: str | None = None
 
 

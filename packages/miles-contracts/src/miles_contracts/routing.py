@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_contracts.bitpack import pack_bits, unpack_bits
+from miles_contracts.bitpack import pack_bits, packed_words, unpack_bits
 from miles_contracts.errors import InvalidFieldError
 
 
@@ -39,7 +39,7 @@ def row_digests(expert_ids: NDArray[Any]) -> NDArray[np.uint64]:
     rows = np.ascontiguousarray(expert_ids)
     if rows.size and (int(rows.min()) < 0 or int(rows.max()) > 0xFFFF):
         raise InvalidFieldError("expert_ids", (int(rows.min()), int(rows.max())), "row digests are of ids < 65536")
-    data = memoryview(rows.astype("<u2").reshape(-1).view(np.uint8))
+    data = rows.astype("<u2").reshape(-1).view(np.uint8).data
     size = 2 * math.prod(rows.shape[1:])
     starts = range(0, len(rows) * size, size) if size else (0 for _ in rows)
     return np.fromiter((xxh3_64_intdigest(data[at : at + size]) for at in starts), np.uint64, len(rows))
@@ -118,6 +118,12 @@ class RoutingTrace:
     def num_bytes(self) -> int:
         """Bytes of the ids in memory."""
         return int(self.expert_ids.nbytes)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed form."""
+        dtype = self.expert_ids.dtype
+        return packed_words(self.expert_ids.size, self.bits, dtype) * dtype.itemsize
 
     @property
     def bits(self) -> int:

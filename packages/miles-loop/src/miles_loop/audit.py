@@ -10,6 +10,7 @@ the row of the answer that fed its token first; a row that no answer of its own 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,12 @@ class EngineRecords:
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
         self.tokens_sampled = 0
+        self._capture_s = 0.0
+
+    def take_capture_s(self) -> float:
+        """Seconds that engines and this process spent on recording routes since the last call."""
+        spent, self._capture_s = self._capture_s, 0.0
+        return spent
 
     def __len__(self) -> int:
         return len(self._records)
@@ -86,12 +93,21 @@ class EngineRecords:
         arrays = [a for r in self._records.values() for a in (r.ids, r.logprobs, r.rows) if a is not None]
         return sum(a.nbytes for a in arrays)
 
-    def add(self, request_id: str, result: GenerateResult, *, first_row: int = 0, rows: Any = None) -> None:
+    def add(
+        self,
+        request_id: str,
+        result: GenerateResult,
+        *,
+        first_row: int = 0,
+        rows: Any = None,
+        seconds: float = 0.0,
+    ) -> None:
         """Record one answer; copies, so that nothing done to the answer later reaches the record.
 
         Args:
             first_row: token that the first routing row belongs to.
             rows: `row_digests` of the answer's routes, None when it has none.
+            seconds: what computing them took here.
         """
         ids = np.array(result.output_ids, dtype=np.int32)
         # A log-prob an ulp above 0 is rounding; trajectories hold 0 there by contract.
@@ -101,6 +117,7 @@ class EngineRecords:
         oldest = min(known) if known and len(known) == len(versions) else None
         self._records[request_id] = _Record(ids, logprobs, oldest, first_row, rows)
         self.tokens_sampled += len(ids)
+        self._capture_s += result.routing_s + seconds
 
     def prune(self, oldest_usable: int) -> None:
         """Drop what can never be trained: answers sampled under weights older than `oldest_usable`."""
@@ -246,8 +263,10 @@ class RecordingEngine(EngineProxy):
         )
         key = result.request_id or request_id
         if key is not None:
+            began = time.perf_counter()
             rows = None if result.routing is None else await _digests(result.routing)
-            self._records.add(key, result, first_row=routing_start, rows=rows)
+            spent = 0.0 if rows is None else time.perf_counter() - began
+            self._records.add(key, result, first_row=routing_start, rows=rows, seconds=spent)
         return result
 
 

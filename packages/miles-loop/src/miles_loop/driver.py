@@ -139,7 +139,7 @@ class Driver:
         groups = list(batch.groups)
         collected = time.monotonic()
         # Taken now: at depth 0 nothing is in flight, so these figures depend on nothing but the batch.
-        rollout_metrics = worker.metrics() | self._fleet_metrics()
+        rollout_metrics = worker.metrics() | self._fleet_metrics() | parts.rollout.report()
         record = split_clock(rollout_record(groups, parts.rollout.arrived.take()) | rollout_metrics)
         if opening is not None:
             await opening  # it measures a version that the training below replaces
@@ -156,7 +156,8 @@ class Driver:
             report = await parts.fleet.update(step)
         parts.records.prune(step - config.max_staleness)
         worker.set_engine_version(step)
-        record |= {f"train/{key}": value for key, value in done.metrics.items()}
+        # what depends on the clock is under perf/, so that equal runs have equal records without it
+        record |= {(f"perf/{k}" if k.endswith("_s") else f"train/{k}"): v for k, v in done.metrics.items()}
         if report is not None:
             record |= report.metrics()
         if evaluating:
@@ -214,6 +215,7 @@ class Driver:
             counters["routes_audited"] += report.routes_audited
             counters["route_mismatches"] += report.route_mismatches
             record["rollout/route_mismatches"] = float(report.route_mismatches)
+            record["perf/routing_capture_s"] = self._parts.records.take_capture_s()
         if report.route_mismatches:
             wrong = f"{report.route_mismatches} routing rows are not what the engine chose"
             self._parts.display.note(f"{wrong}: {report.route_example}")

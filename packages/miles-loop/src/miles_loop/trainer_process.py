@@ -75,7 +75,7 @@ class TrainerService:
     def _train(self, groups: list[Group]) -> link.StepDone:
         turns = [[link.turn_digest(t, turn.start, turn.end) for turn in t.turns] for group in groups for t in group]
         routes = link.route_digests(groups)
-        metrics = self.trainer.train_step(groups)
+        metrics = self.trainer.train_step(groups) | self.trainer.timings
         return link.StepDone(version=self.trainer.version, metrics=metrics, turns=turns, routes=routes)
 
     def _begin_export(self, version: int) -> link.ExportBegun:

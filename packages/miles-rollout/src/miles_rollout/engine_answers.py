@@ -150,6 +150,7 @@ def result_of(
         finish_reason=kind,
         cached_tokens=int(cached) if cached is not None else None,
         routing=_routes(meta, rows, engine, routing_layers, routing_top_k) if routing else None,
+        routing_s=float(meta.get("routed_experts_s") or 0.0) if routing else 0.0,
         request_id=meta.get("id"),
     )
 

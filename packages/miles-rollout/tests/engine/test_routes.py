@@ -191,6 +191,7 @@ async def test_the_binary_answer_is_a_frame_with_packed_routes(models, serve) ->
     assert trace.num_experts == 8
     for answer in (frame, plain):
         answer["meta_info"].pop("id")
+        assert answer["meta_info"].pop("routed_experts_s") > 0
         answer["meta_info"].pop("cached_tokens")
         answer["meta_info"]["output_token_logprobs"] = [t[1] for t in answer["meta_info"]["output_token_logprobs"]]
     assert frame == plain

@@ -23,7 +23,7 @@ from miles_trainer.loss import StepSums, micro_batch_loss
 from miles_trainer.modeling import PolicyModel, load_model
 from miles_trainer.objectives import Tokens
 from miles_trainer.optimizer import MasterAdamW
-from miles_trainer.replay import Replayer, find_routers
+from miles_trainer.replay import Replayer, declared_experts, find_routers
 from miles_trainer.routing import RoutingStep
 from miles_trainer.schedule import factor
 
@@ -49,6 +49,7 @@ class TorchBackend:
         self.device = torch.device(name)
         torch.manual_seed(seed)
         self.version = 0
+        self.timings: dict[str, float] = {}
         self._asleep = False
         self._reference: PolicyModel | None = None
         self._export: Exporter | None = None
@@ -62,7 +63,11 @@ class TorchBackend:
             _checkpoint_activations(model)
         model.train()
         replayer = Replayer(model, policy.probe) if find_routers(model) else None
-        if replayer is not None and not self.config.replay.enabled:
+        experts = declared_experts(model.config)
+        if replayer is None and experts and self.config.replay.enabled:
+            remedy = f"no router for its {experts} experts was found, so nothing can be replayed; turn it off"
+            raise InvalidFieldError("replay.enabled", True, remedy)
+        if (replayer is not None or experts) and not self.config.replay.enabled:
             _LOG.warning(
                 "replay.enabled is off for a mixture-of-experts model: the trainer chooses other experts than the "
                 "engine did for some tokens, which shows as noise in importance ratios (train_rollout_kl)"
@@ -141,6 +146,7 @@ class TorchBackend:
         finally:
             self.optimizer.zero_grad()
         self.version += 1
+        self.timings = {"replay_s": routing.seconds} if self.replaying else {}
         metrics = sums.metrics(batch.num_trained, self.config.objective)
         return {**metrics, **routing.metrics(), "grad_norm": norm, "lr": lr}
 

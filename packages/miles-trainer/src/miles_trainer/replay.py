@@ -10,6 +10,7 @@ the same rows again because rows belong to a layer and not to a cursor.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,15 @@ from torch.overrides import TorchFunctionMode
 from miles_contracts import InvalidFieldError, RoutingTrace, Trajectory
 from miles_trainer.batching import MicroBatch
 from miles_trainer.errors import describe
+from miles_trainer.token_rows import place
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+    "normalised": lambda scores: scores,
+}
+"""What routers make of their logits before they choose."""
 
 
 @dataclass
@@ -37,7 +47,8 @@ class Router:
         num_experts: E.
         top_k: experts per token, read from the first call.
         replayable: False when the choice is fixed by the token ids (a table), so both sides agree anyway.
-        scores: `softmax`, `sigmoid`, or `other` for a function whose load-balancing loss is not known.
+        scores: what the router makes of its logits: `softmax`, `sigmoid`, `sqrtsoftplus`, `normalised` when it returns
+            scores that sum to 1 instead of logits, or `other` for a function whose load-balancing loss is not known.
     """
 
     name: str
@@ -46,7 +57,7 @@ class Router:
     num_experts: int
     top_k: int = 0
     replayable: bool = True
-    scores: Literal["softmax", "sigmoid", "other"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "normalised", "other"] = "softmax"
 
 
 @dataclass
@@ -55,10 +66,11 @@ class RouteUse:
 
     Attributes:
         known: bool [rows], rows of the model's flattened input that carry a recorded choice.
-        routes: per router an integer tensor [rows, top_k], empty when nothing is replayed.
+        routes: per router the recorded ids, uint8 or int32 [rows, top_k]; empty when nothing is replayed.
         valid: int64 [N], rows that hold tokens (not padding).
         agreement: sum over routers and known rows of the share of own choices that equal the recorded ones.
         replayed: number of (router, row) pairs that were replayed.
+        seconds: host time that replay added: placing the choices, taking them over, comparing them.
         logits: per router the router logits of the forward pass [rows, E], with gradient.
         chosen: per router the ids used [rows, top_k].
     """
@@ -68,6 +80,7 @@ class RouteUse:
     valid: Tensor
     agreement: Tensor
     replayed: int = 0
+    seconds: float = 0.0
     logits: dict[int, Tensor] = field(default_factory=dict)
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -79,12 +92,30 @@ def find_routers(model: nn.Module) -> list[Router]:
         children = dict(block.named_children())
         counts = {_expert_count(child) for child in children.values()} - {0}
         for child_name, child in children.items():
-            weight = getattr(child, "weight", None)
-            if isinstance(weight, Tensor) and weight.dim() == 2 and int(weight.shape[0]) in counts:
+            experts = _scored_experts(child)
+            if experts in counts:
                 path = f"{name}.{child_name}"
                 digits = re.search(r"\.(\d+)\.", f".{path}.")
-                found.append(Router(path, child, int(digits[1]) if digits else len(found), int(weight.shape[0])))
+                found.append(Router(path, child, int(digits[1]) if digits else len(found), experts))
     return sorted(found, key=lambda r: r.layer)
+
+
+def _scored_experts(module: nn.Module) -> int:
+    """E when the module looks like a router, that is scores E things: its own weight is [E, hidden], or the only
+    matrix somewhere below it is; else 0."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor):
+        return int(weight.shape[0]) if weight.dim() == 2 else 0
+    inside = [p for p in module.parameters() if p.dim() > 1]
+    return int(inside[0].shape[0]) if len(inside) == 1 and inside[0].dim() == 2 else 0
+
+
+def declared_experts(config: Any) -> int:
+    """Experts a layer according to a model's configuration, 0 for a dense model."""
+    text = config.get_text_config()
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    values = [getattr(text, name, None) for name in names]
+    return max((v for v in values if isinstance(v, int) and v > 1), default=0)
 
 
 def _expert_count(module: nn.Module) -> int:
@@ -131,7 +162,10 @@ class Replayer:
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._learning:
                 with _Learn(router):
-                    return original(*args, **kwargs)
+                    out = original(*args, **kwargs)
+                if router.top_k:
+                    _learn_output(router, _router_logits(out, router).detach().float())
+                return out
             use = self._use
             if use is None:
                 return original(*args, **kwargs)
@@ -184,25 +218,28 @@ class Replayer:
 
         Args:
             micro: N fed tokens.
-            rows: int64 [N], the row of each token.
+            rows: int64 [N], the row of each token, -1 for one that another rank holds (`token_rows`).
             num_rows: rows including padding.
             replay: False to only observe.
         """
+        began = time.perf_counter()
         agreement = torch.zeros((), dtype=torch.float64, device=rows.device)
         if not replay:
             known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
             return RouteUse(known=known, routes=(), valid=rows, agreement=agreement)
-        recorded = torch.from_numpy(self.recorded_ids(micro)).to(rows.device).long()
+        here, ids = rows.cpu().numpy(), self.recorded_ids(micro)
+        if num_rows != len(here) or (here < 0).any():
+            ids, rows = place(ids, here, num_rows), rows[rows >= 0]
+        # one byte an id where that is enough; each router widens its own when it needs them
+        recorded = torch.from_numpy(ids if ids.dtype == np.uint8 else ids.astype(np.int32)).to(rows.device)
         known = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
         known[rows] = True
-        if num_rows != len(rows):
-            grid = recorded.new_zeros(recorded.shape[0], num_rows, recorded.shape[2])
-            grid[:, rows] = recorded
-            recorded = grid
-        return RouteUse(known=known, routes=recorded.unbind(0), valid=rows, agreement=agreement)
+        use = RouteUse(known=known, routes=recorded.unbind(0), valid=rows, agreement=agreement)
+        use.seconds += time.perf_counter() - began
+        return use
 
     def recorded_ids(self, micro: MicroBatch) -> NDArray[Any]:
-        """Recorded ids [routers, N, top_k] of the fed tokens, int32."""
+        """Recorded ids [routers, N, top_k] of the fed tokens, in the traces' dtype."""
         parts: list[NDArray[Any]] = []
         chunks = micro.chunks
         for owner, start, length in zip(
@@ -215,7 +252,7 @@ class Replayer:
                 raise InvalidFieldError(f"routing of {describe(t.identity)}", None, "replay needs a complete trace")
             rows = trace.expert_ids[start : start + length]
             parts.append(rows if trace.num_layers == len(columns) else rows[:, columns])
-        return np.ascontiguousarray(np.concatenate(parts).transpose(1, 0, 2)).astype(np.int32)
+        return np.ascontiguousarray(np.concatenate(parts).transpose(1, 0, 2))
 
     def recorded_counts(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """How often each router's experts were chosen in a step, float64 [routers, E]; from the traces alone."""
@@ -258,7 +295,7 @@ class Replayer:
                 raise InvalidFieldError(
                     "replay.aux_loss_coefficient", router.name, "the router's scores are not known; set it to 0"
                 )
-            scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
+            scores = _SCORES[router.scores](logits)
             scores = scores / scores.sum(-1, keepdim=True)
             load = counts[index, : router.num_experts].to(scores.device)
             share = (scores.double().sum(0) * (load / load.sum())).sum() * (router.num_experts / num_tokens)
@@ -283,6 +320,12 @@ def _router_logits(out: Any, router: Router) -> Tensor:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == router.num_experts:
             return value.reshape(-1, router.num_experts)
     raise InvalidFieldError("replay.enabled", router.name, "the router returns no logits; turn replay off")
+
+
+def _learn_output(router: Router, logits: Tensor) -> None:
+    sums = logits.sum(-1)
+    if bool((logits >= 0).all()) and bool(torch.isclose(sums, torch.ones_like(sums), atol=1e-3).all()):
+        router.scores = "normalised"
 
 
 def _choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], router: Router) -> tuple[Tensor, int] | None:
@@ -310,6 +353,8 @@ class _Learn(TorchFunctionMode):
             self.router.scores = "sigmoid"
         if func is torch.nn.functional.softplus:
             self.router.scores = "other"
+        if func in (torch.sqrt, Tensor.sqrt) and self.router.scores == "other":
+            self.router.scores = "sqrtsoftplus"
         choice = _choice(func, args, kwargs, self.router)
         if choice is not None:
             self.router.top_k = choice[1]
@@ -329,13 +374,20 @@ class _Override(TorchFunctionMode):
         own = func(*args, **kwargs)
         if choice is None:
             return own
-        use, scores = self.use, choice[0]
+        began = time.perf_counter()
+        result = self._replace(own, choice[0])
+        self.use.seconds += time.perf_counter() - began
+        return result
+
+    def _replace(self, own: Any, scores: Tensor) -> Any:
+        """What the choice returns instead of the router's own values and indices."""
+        use = self.use
         first = self.index not in use.chosen
         if not use.routes:
             if first:
                 use.chosen[self.index] = own.indices.detach()
             return own
-        recorded = use.routes[self.index]
+        recorded = use.routes[self.index].long()
         padded = len(use.valid) != len(use.known)
         ids = torch.where(use.known[:, None], recorded, own.indices) if padded else recorded
         if first:

@@ -41,9 +41,11 @@ class RoutingStep:
         self.agreement = torch.zeros((), dtype=torch.float64, device=policy.device)
         self.aux = torch.zeros((), dtype=torch.float64, device=policy.device)
         self.num_replayed = 0
-        self.num_bytes = sum(
-            t.routing.num_bytes for m in batch.micro_batches for t in m.trajectories if t.routing is not None
-        )
+        self.seconds = 0.0
+        """Host time that replay added: placing the recorded choices, taking them over, comparing them."""
+        traces = [t.routing for m in batch.micro_batches for t in m.trajectories if t.routing is not None]
+        self.num_bytes = sum(trace.num_bytes for trace in traces)
+        self.packed_bytes = sum(trace.packed_bytes for trace in traces)
         self.counts: Tensor | None = None
         if replayer is not None and aux_coefficient:
             self.counts = replayer.recorded_counts(batch.micro_batches) if replay else self._observe(replayer, batch)
@@ -71,6 +73,7 @@ class RoutingStep:
         use = self.replayer.prepare(micro, rows, num_rows, replay=self.replay)
         with self.replayer.using(use):
             yield use
+        self.seconds += use.seconds  # the backward pass is over: a recomputation is in it
 
     def add(self, use: RouteUse | None) -> Tensor | None:
         """Count a micro-batch after its forward pass; its share of the weighted aux loss, None without one."""
@@ -85,7 +88,8 @@ class RoutingStep:
         return self.aux_coefficient * share
 
     def metrics(self) -> dict[str, float]:
-        """router_agreement, replayed_fraction, routing_bytes and aux_loss, as far as they apply."""
+        """What applies of router_agreement, replayed_fraction, routing_bytes (in memory), routing_packed_bytes (on
+        the wire) and aux_loss."""
         out: dict[str, float] = {}
         if self.replayer is None:
             return out
@@ -93,6 +97,7 @@ class RoutingStep:
         if self.replay and layers:
             out["router_agreement"] = float(self.agreement) / max(self.num_replayed, 1)
             out["routing_bytes"] = float(self.num_bytes)
+            out["routing_packed_bytes"] = float(self.packed_bytes)
         if layers:
             out["replayed_fraction"] = self.num_replayed / (layers * self.num_tokens)
         if self.counts is not None:

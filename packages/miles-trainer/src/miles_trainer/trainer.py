@@ -46,6 +46,11 @@ class Trainer:
         """Number of optimiser updates in the weights."""
         return self.backend.version
 
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of parts of the last step, by name; apart from the metrics, which equal runs have equal."""
+        return self.backend.timings
+
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
         """One optimiser update from `groups`; returns metrics (means over the step's trained tokens).
 

@@ -53,6 +53,7 @@ def add_routes(answer: dict[str, Any], sequence: Sequence, form: str, start: int
         num_experts: experts per layer.
     """
     meta = answer["meta_info"]
+    meta["routed_experts_s"] = sequence.capture_s
     end = min(sequence.length - 1, sequence.routed)
     table = sequence.routes
     ids = np.empty((0, 0, 0), narrowest_dtype(num_experts)) if table is None else table[start : max(end, start)]

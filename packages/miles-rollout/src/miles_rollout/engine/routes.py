@@ -6,6 +6,7 @@ the chosen experts. Nothing depends on the model's name.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ class RouteRecorder:
         return record
 
     def distribute(self, chunks: list[Chunk]) -> None:
-        """Give every sequence the rows of the tokens it fed in the pass that just ended."""
+        """Give every sequence the rows of the tokens it fed in the pass that just ended, and its share of the time."""
+        began = time.perf_counter()
         seen = [ids for ids in self._seen if ids is not None]
         if len(seen) != self.layers:
             missing = [i for i, ids in enumerate(self._seen) if ids is None]
@@ -61,6 +63,9 @@ class RouteRecorder:
         for chunk in chunks:
             chunk.sequence.record_routes(chunk.start, rows[at : at + chunk.count])
             at += chunk.count
+        per_token = (time.perf_counter() - began) / max(at, 1)
+        for chunk in chunks:
+            chunk.sequence.capture_s += per_token * chunk.count
         self._seen = [None] * self.layers
 
 

@@ -77,6 +77,7 @@ class Sequence:
         node: the locked end of the part that the prefix tree owns; `owned` tokens lead to it.
         held: leading tokens that have a slot.
         routes: expert ids [fed, layers, top_k]; the first time a token is fed decides its row. `routed` are known.
+        capture_s: seconds that recording its routes took.
         cache_routes: the rows of the pass that computed the present keys and values, which the prefix cache hands
             on with them; None while they are those of `routes`, that is until the sequence is fed a second time.
         native_cache: the model's own cache object, when the model does not run on slots.
@@ -106,6 +107,7 @@ class Sequence:
     routes: NDArray[Any] | None = None
     cache_routes: NDArray[Any] | None = None
     routed: int = 0
+    capture_s: float = 0.0
     finish: Finish | None = None
     waits_for: tuple[Sequence, int] | None = None
 
