@@ -185,6 +185,20 @@ def test_dashes_and_underscores_are_the_same() -> None:
     )
 
 
+def test_engines_have_the_names_that_people_type() -> None:
+    words = ["--rollout.engine", "sglang", "--rollout.engines", "http://a:1", "http://b:2", "--steps", "3"]
+    assert parse(words, ()).settings == {
+        "engine": {"kind": "sglang", "urls": ["http://a:1", "http://b:2"]},
+        "steps": "3",
+    }
+    assert parse(["--rollout.engines=http://a:1,http://b:2"], ()).settings["engine"]["urls"] == [
+        "http://a:1",
+        "http://b:2",
+    ]
+    with pytest.raises(InvalidFieldError, match="given twice"):
+        parse(["--rollout.engines", "http://a:1", "--engine.urls", "http://b:2"], ())
+
+
 def test_negative_numbers_are_values() -> None:
     assert parse(["--rollout.sampling.top_k", "-1"], FLAGS).settings == nest("rollout.sampling.top_k", "-1")
 

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 from loop_toy.harness import alive, wait_for
 
-from miles_loop.errors import DiskFullError
+from miles_loop.errors import DiskFullError, ProcessDiedError
 from miles_loop.processes import ChildProcess, ProcessSpec, child_environment
 
 SLEEP = "import time\nprint('hello', flush=True)\ntime.sleep(60)\n"
@@ -53,6 +54,32 @@ def test_threads_are_explicit_and_byte_code_is_kept(monkeypatch: pytest.MonkeyPa
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
     assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert environment["A"] == "b"
+
+
+async def test_a_child_may_run_in_an_environment_without_miles(tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", with_pip=False)
+    python = tmp_path / "other" / "bin" / "python"
+    (tmp_path / "modules" / "asks.py").write_text(
+        "import importlib.util, sys\n"
+        "print(sys.prefix, sys.argv[1:], importlib.util.find_spec('miles_loop'), 'toml' in sys.modules, flush=True)\n"
+        "import time\ntime.sleep(60)\n"
+    )
+    spec = ProcessSpec(name="asks", module="asks", arguments=("--a", "b"), python=str(python))
+    process = ChildProcess(spec, tmp_path / "log")
+    await process.start()
+    while "False" not in process.tail():
+        assert process.running, process.tail()
+        await asyncio.sleep(0.01)
+    assert process.tail() == f"{tmp_path / 'other'} ['--a', 'b'] None False"
+    pid = process.pid
+    await process.stop(5)
+    assert not alive(pid)
+
+
+async def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
+    process = ChildProcess(ProcessSpec(name="x", module="x", python=str(tmp_path / "nowhere")), tmp_path / "log")
+    with pytest.raises(ProcessDiedError, match=r"cannot be run.*nowhere; name an interpreter in engine\.python"):
+        await process.start()
 
 
 async def test_a_stopped_child_has_not_died(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     miles-qwen3 train --hardware cpu --config my.toml --steps 50 --trainer.optimizer.lr 1e-5
 
+The values of a list stand behind each other, or with commas: `--rollout.engines http://a:30000 http://b:30000`.
 An option is `--name value` or `--name=value`; dashes and underscores in names are the same. A boolean option may
 stand alone (`--record.plot` is true). Common options are short names of dotted ones.
 """
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import RunConfig
+from miles_loop.config import RunConfig, TransportKind
 from miles_loop.options import Layer, Option, build, find_option, merge, nest, options, parse_text, read_toml
 from miles_loop.recipe import Recipe
+from miles_rollout.engine_identity import EngineKind
 
 SHORT_NAMES: Mapping[str, str] = {
     "hardware": "hardware",
@@ -29,6 +31,8 @@ SHORT_NAMES: Mapping[str, str] = {
     "checkpoint-every": "checkpoint.every",
     "runtime": "runtime.kind",
     "address": "runtime.ray.address",
+    "rollout.engine": "engine.kind",
+    "rollout.engines": "engine.urls",
 }
 """Common options and the dotted options they stand for."""
 
@@ -103,6 +107,8 @@ def split_words(
             value: Any = True
         else:
             value = parse_text(option, path, _argument(word, text, equals, rest))
+            while option.is_list and not equals and rest and not rest[0].startswith("--"):
+                value = [*value, *parse_text(option, path, rest.pop(0))]
         settings = merge(settings, nest(path, value))
     return Parsed(settings, seen_flags, tuple(words))
 
@@ -135,9 +141,12 @@ def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
     target = recipe.hardware_named(str(chosen["hardware"]))
     # A target may bring its own default model and task (a 32B model on eight GPUs, say).
     chosen = merge({"hardware": target.name, "model": recipe.models[0].name}, target.overrides, file, settings)
-    model = recipe.model_named(str(chosen["model"]))
     task = _task_layer(recipe, chosen.get("task", {}))
-    return [
+    # So may a task, which gives way to a target.
+    own = {"model": task["model"]} if "model" in task else {}
+    chosen = merge({"model": recipe.models[0].name}, own, target.overrides, file, settings)
+    model = recipe.model_named(str(chosen["model"]))
+    layers = [
         {"recipe": recipe.family, "model": str(chosen["model"])},
         recipe.defaults,
         model.overrides if model is not None else {},
@@ -146,6 +155,15 @@ def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
         file,
         merge(settings, {"task": {"preset": task["task"].get("preset")}}),
     ]
+
+    return [_engine_layer(merge(*layers)), *layers]
+
+
+def _engine_layer(chosen: Layer) -> Layer:
+    """What goes without saying with a kind of engine: SGLang reads no buckets of shared memory."""
+    engine = chosen.get("engine", {})
+    sglang = isinstance(engine, Mapping) and engine.get("kind") == EngineKind.SGLANG
+    return {"sync": {"transport": TransportKind.BROADCAST.value}} if sglang else {}
 
 
 def _task_layer(recipe: Recipe, chosen: Any) -> dict[str, Any]:

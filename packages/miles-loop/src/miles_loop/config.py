@@ -13,7 +13,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import PauseMode
+from miles_rollout.engine_identity import EngineKind
 from miles_rollout.router import RouterConfig
+from miles_rollout.sglang_launch import SglangOptions
 from miles_trainer.config import TrainerConfig
 
 Positive = Annotated[int, Field(ge=1)]
@@ -233,6 +235,8 @@ class EvaluationConfig(Section):
 class EngineConfig(Section):
     """The inference engines."""
 
+    kind: EngineKind = EngineKind.EMBEDDED
+    """What is started as an engine: the `embedded` engine, or `sglang` (installed, or see `engine.python`)."""
     replicas: Positive = 1
     """Number of engine processes."""
     urls: tuple[str, ...] = ()
@@ -251,6 +255,12 @@ class EngineConfig(Section):
     """Longest sequence, prompt included; default: the model's own limit."""
     extra_args: tuple[str, ...] = ()
     """More command-line arguments for the engine."""
+    python: str | None = None
+    """Interpreter of the environment that the engines run in (SGLang often has one of its own); default: this one."""
+    environment: dict[str, str] = {}
+    """More environment variables for the engines, for example `engine.environment.CUDA_VISIBLE_DEVICES`."""
+    sglang: SglangOptions = SglangOptions()
+    """How an SGLang engine uses its hardware."""
     start_timeout_s: Seconds = 300.0
     """Deadline for an engine to become healthy."""
     restarts: NonNegative = 3

@@ -210,14 +210,15 @@ class Fleet:
     async def _transfer(self, targets: Sequence[EngineSlot], version: int, *, again: bool = False) -> UpdateReport:
         try:
             engines = await self._transport.connect([slot.client for slot in targets])
-            return await update_weights(
-                engines,
-                self._source,
-                version=version,
-                mode=self._mode,
-                deadline_s=self._update_deadline_s,
-                canary=self._probe(version, again),
-            )
+            with self.router.updating(), self.evaluation_router.updating():
+                return await update_weights(
+                    engines,
+                    self._source,
+                    version=version,
+                    mode=self._mode,
+                    deadline_s=self._update_deadline_s,
+                    canary=self._probe(version, again),
+                )
         except BaseException:
             self._transport.reset()
             raise
@@ -242,10 +243,11 @@ class Fleet:
         for slot in self._slots:
             if slot.url not in urls:
                 continue
-            slot.up = False
+            # One that is down already was found dead meanwhile: what runs there now is its fresh process.
+            was_up, slot.up = slot.up, False
             self._quarantine(slot, f"fenced: {error}")
             self._on_event(f"engine {slot.url} is out of service: {error}")
-            if slot.process is not None:
+            if slot.process is not None and was_up:
                 slot.process.crash()
 
     async def _watch(self, slot: EngineSlot) -> None:

@@ -145,15 +145,25 @@ def num_experts(model: Path) -> int | None:
     return _declared(model, "num_experts", "n_routed_experts", "num_local_experts")
 
 
-def _declared(model: Path, *names: str) -> int | None:
-    """The first of these whole numbers above 0 that config.json (or its text part) holds."""
+def num_layers(model: Path) -> int | None:
+    """Decoder layers of a model, None when it does not say."""
+    return _declared(model, "num_hidden_layers")
+
+
+def declared(model: Path, name: str) -> Any:
+    """What config.json (or its text part) says under this name, None when it says nothing."""
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text("utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise InvalidFieldError("model", str(model / "config.json"), f"cannot be read: {error}") from error
     text = config.get("text_config", config)
-    values = [text.get(name) for name in names] if isinstance(text, dict) else []
-    return next((v for v in values if isinstance(v, int) and v > 0), None)
+    return text.get(name) if isinstance(text, dict) else None
+
+
+def _declared(model: Path, *names: str) -> int | None:
+    """The first of these that is a whole number above 0."""
+    values = [declared(model, name) for name in names]
+    return next((v for v in values if type(v) is int and v > 0), None)
 
 
 def main() -> None:

@@ -49,6 +49,11 @@ class Option:
         return any(get_origin(t) in (dict, Mapping) or t is dict for t in _alternatives(self.annotation))
 
     @property
+    def is_list(self) -> bool:
+        """True when it takes several values."""
+        return any(get_origin(t) in (tuple, list) for t in _alternatives(self.annotation))
+
+    @property
     def type_name(self) -> str:
         """The type in words for help and reference."""
         return type_name(self.annotation)
@@ -181,7 +186,7 @@ def parse_text(option: Option, path: str, text: str) -> Any:
         if path == option.path:
             return _json(path, text, "give a JSON object, or set single keys with more dots")
         return _literal(text)
-    if any(get_origin(kind) in (tuple, list) for kind in kinds):
+    if option.is_list:
         if text.startswith("["):
             return _json(path, text, "give a JSON list or comma separated values")
         return [part.strip() for part in text.split(",")] if text else []

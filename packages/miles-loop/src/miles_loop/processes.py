@@ -42,6 +42,7 @@ class ProcessSpec:
         arguments: its command line.
         threads: CPU threads it may use; contended OpenMP threads are orders of magnitude slower than one.
         environment: additions to the parent's environment.
+        python: interpreter of another environment, which need not have Miles; None for this one.
     """
 
     name: str
@@ -49,6 +50,17 @@ class ProcessSpec:
     arguments: tuple[str, ...] = ()
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str | None = None
+
+
+def child_command(spec: ProcessSpec, pipe: int) -> list[str]:
+    """Command line of a child that ends with this process; `pipe` is the read end of the pipe it inherits."""
+    arguments = [str(pipe), spec.module, *spec.arguments]
+    if spec.python is None:
+        return [sys.executable, "-m", "miles_loop.child", *arguments]
+    # Run by its path, as a program of the standard library alone; its folder does not get onto the module path.
+    run = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    return [spec.python, "-c", run, str(Path(__file__).with_name("child.py")), *arguments]
 
 
 def child_environment(spec: ProcessSpec) -> dict[str, str]:
@@ -148,12 +160,7 @@ class ChildProcess:
             with self.log.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "miles_loop.child",
-                    str(read_end),
-                    self.spec.module,
-                    *self.spec.arguments,
+                    *child_command(self.spec, read_end),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -164,6 +171,9 @@ class ChildProcess:
         except OSError as error:
             if is_disk_full(error):
                 raise DiskFullError(self.log) from error
+            if self.spec.python is not None and error.filename == self.spec.python:
+                how = f"cannot be run: {error.strerror}: {self.spec.python}; name an interpreter in engine.python"
+                raise ProcessDiedError(self.name, how, self.log, "") from error
             raise
         finally:
             os.close(read_end)

@@ -151,7 +151,6 @@ class LocalRuntime:
             source=self.trainer,
             transport=make_transport(config, self.trainer, model),
             canary=canary_of(config),
-            canary=canary_of(config),
             records=self._records,
             mode=PauseMode(config.sync.mode),
             update_deadline_s=config.sync.deadline_s,

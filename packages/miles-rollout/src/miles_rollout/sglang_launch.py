@@ -6,6 +6,7 @@ of the fields are ours; every flag is checked against the parser of a real SGLan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -14,6 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from miles_contracts import InvalidFieldError
 
 _Positive = Annotated[int, Field(ge=1)]
+
+
+SERVER_MODULE = "sglang.launch_server"
+"""What `python -m` runs."""
 
 
 class _Options(BaseModel):
@@ -28,9 +33,9 @@ class DisaggregationMode(StrEnum):
 
 
 class SpeculativeOptions(_Options):
-    """Speculative decoding; the draft proposes, the policy verifies, the distribution stays the policy's."""
+    """Speculative decoding; the draft proposes, the policy verifies and keeps its distribution."""
 
-    algorithm: str = Field(description="for example EAGLE, EAGLE3, NEXTN or NGRAM")
+    algorithm: str = Field(description="EAGLE, EAGLE3, NEXTN, NGRAM ...; needed with the others")
     num_steps: _Positive | None = Field(default=None, description="draft steps per verification")
     eagle_topk: _Positive | None = Field(default=None, description="branches per draft step")
     num_draft_tokens: _Positive | None = Field(default=None, description="tokens verified at once")
@@ -40,34 +45,37 @@ class SpeculativeOptions(_Options):
 class DisaggregationOptions(_Options):
     """Prefill and decode on different servers."""
 
-    mode: DisaggregationMode
+    mode: DisaggregationMode = Field(description="the half of the work that this server does; needed with the others")
     transfer_backend: str = Field(default="mooncake", description="how KV travels: mooncake, nixl, mori ...")
-    bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
+    bootstrap_port: int | None = Field(default=None, ge=1, le=65535, description="where prefill and decode meet")
     ib_device: str | None = Field(default=None, description="InfiniBand devices, comma separated")
 
 
 class SglangOptions(_Options):
-    """How one SGLang engine uses its GPUs."""
+    """How one SGLang engine uses its hardware."""
 
-    tensor_parallel: _Positive = 1
-    data_parallel: _Positive = 1
-    pipeline_parallel: _Positive = 1
-    expert_parallel: _Positive = 1
+    tensor_parallel: _Positive = Field(default=1, description="GPUs that share every layer")
+    data_parallel: _Positive = Field(default=1, description="copies of the model behind one address")
+    pipeline_parallel: _Positive = Field(default=1, description="GPUs that share the model layer by layer")
+    expert_parallel: _Positive = Field(default=1, description="groups that the experts are spread over")
     attention_data_parallel: _Positive = Field(default=1, description="data-parallel attention inside the tensor ranks")
     memory_fraction: float | None = Field(
         default=None, gt=0, lt=1, description="share of GPU memory for weights and KV"
     )
-    dtype: str | None = None
     quantization: str | None = Field(
         default=None, description="fp8, mxfp8, modelopt_fp4 ...; none for the checkpoint's own"
     )
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: str | None = Field(default=None, description="fp8_e4m3, bfloat16 ...; none for the model's own")
+    device: str | None = Field(default=None, description="cpu, cuda, xpu ...; none for what SGLang finds")
     attention_backend: str | None = Field(default=None, description="fa3, flashinfer, triton ...")
-    moe_runner_backend: str | None = None
-    moe_a2a_backend: str | None = None
-    context_length: _Positive | None = None
-    max_running_requests: _Positive | None = None
-    chunked_prefill_size: _Positive | None = None
+    sampling_backend: str | None = Field(default=None, description="flashinfer, pytorch ...")
+    moe_runner_backend: str | None = Field(default=None, description="deep_gemm, triton, flashinfer_trtllm ...")
+    moe_a2a_backend: str | None = Field(default=None, description="deepep, mooncake, nixl ...")
+    chunked_prefill_size: _Positive | None = Field(default=None, description="prompt tokens computed at once")
+    max_total_tokens: _Positive | None = Field(default=None, description="tokens in the KV pool")
+    cuda_graph: bool = Field(default=True, description="replay recorded GPU work")
+    overlap_schedule: bool = Field(default=True, description="plan the next step while this one is computed")
+    sleep_on_idle: bool = Field(default=False, description="leave the CPU alone while there is nothing to do")
     speculative: SpeculativeOptions | None = None
     disaggregation: DisaggregationOptions | None = None
     routed_experts: bool = Field(default=False, description="record expert choices for routing replay")
@@ -75,7 +83,6 @@ class SglangOptions(_Options):
         default=False, description="batch-invariant kernels: the same ids whatever is in the batch"
     )
     memory_saver: bool = Field(default=False, description="let weights and KV leave the GPU while the trainer uses it")
-    extra: tuple[str, ...] = Field(default=(), description="further flags, passed through as they are")
 
     @model_validator(mode="after")
     def _consistent(self) -> SglangOptions:
@@ -103,16 +110,18 @@ def _valued(options: SglangOptions) -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = [(flag, size) for flag, size in sizes if size > 1]
     pairs += [
         ("--mem-fraction-static", options.memory_fraction),
-        ("--dtype", options.dtype),
         ("--quantization", options.quantization),
         ("--kv-cache-dtype", options.kv_cache_dtype),
+        ("--device", options.device),
         ("--attention-backend", options.attention_backend),
+        ("--sampling-backend", options.sampling_backend),
         ("--moe-runner-backend", options.moe_runner_backend),
         ("--moe-a2a-backend", options.moe_a2a_backend),
-        ("--context-length", options.context_length),
-        ("--max-running-requests", options.max_running_requests),
         ("--chunked-prefill-size", options.chunked_prefill_size),
+        ("--max-total-tokens", options.max_total_tokens),
     ]
+    if not options.cuda_graph:
+        pairs += [("--cuda-graph-backend-decode", "disabled"), ("--cuda-graph-backend-prefill", "disabled")]
     if (speculative := options.speculative) is not None:
         pairs += [
             ("--speculative-algorithm", speculative.algorithm),
@@ -140,6 +149,8 @@ def option_arguments(options: SglangOptions) -> list[str]:
         ("--enable-return-routed-experts", options.routed_experts),
         ("--enable-deterministic-inference", options.deterministic),
         ("--enable-memory-saver", options.memory_saver),
+        ("--disable-overlap-schedule", not options.overlap_schedule),
+        ("--sleep-on-idle", options.sleep_on_idle),
     )
     return arguments + [flag for flag, wanted in switches if wanted]
 
@@ -150,11 +161,15 @@ def sglang_arguments(
     model_path: str,
     host: str = "127.0.0.1",
     port: int,
+    dtype: str | None = None,
+    context_length: int | None = None,
+    max_running_requests: int | None = None,
     seed: int | None = None,
     weight_version: int | None = None,
     num_nodes: int = 1,
     node_rank: int = 0,
     rendezvous: str | None = None,
+    extra: Sequence[str] = (),
 ) -> list[str]:
     """Arguments after `python -m sglang.launch_server` for one node of one engine.
 
@@ -163,16 +178,28 @@ def sglang_arguments(
         model_path: Hugging Face folder.
         host: address to listen on.
         port: port to listen on.
+        dtype: of weights and activations.
+        context_length: longest sequence, None for the model's own.
+        max_running_requests: most sequences sampled at the same time.
         seed: SGLang's `--random-seed`.
         weight_version: number of optimiser updates in the weights at `model_path`, 0 for a fresh policy.
         num_nodes: machines that share the engine.
         node_rank: which of them this is.
         rendezvous: `host:port` of node 0, required with several nodes.
+        extra: further flags, passed on as they are.
 
     Raises:
         InvalidFieldError: several nodes without a rendezvous, or a rank outside them.
     """
     arguments = ["--model-path", model_path, "--host", host, "--port", str(port), *option_arguments(options)]
+    common = (
+        ("--dtype", dtype),
+        ("--context-length", context_length),
+        ("--max-running-requests", max_running_requests),
+    )
+    for flag, value in common:
+        if value is not None:
+            arguments += [flag, str(value)]
     if seed is not None:
         arguments += ["--random-seed", str(seed)]
     if weight_version is not None:
@@ -183,4 +210,9 @@ def sglang_arguments(
         if not 0 <= node_rank < num_nodes:
             raise InvalidFieldError("node_rank", node_rank, f"it must be in [0, {num_nodes})")
         arguments += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--dist-init-addr", rendezvous]
-    return [*arguments, "--skip-server-warmup", *options.extra]
+    return [*arguments, "--skip-server-warmup", *extra]
+
+
+def sglang_environment(options: SglangOptions) -> dict[str, str]:
+    """Environment variables that go with the options."""
+    return {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}

@@ -122,6 +122,23 @@ async def test_the_next_version_is_not_held_against_an_engine() -> None:
     assert router.quarantined == {}
 
 
+async def test_an_engine_may_be_between_versions_while_an_update_is_under_way() -> None:
+    fleet = engines()
+    router = Router(fleet, version=0)
+    fleet[0].version = None
+    with router.updating():
+        await router.check_health()
+        fleet[0].hung.clear()
+        checking = asyncio.create_task(router.check_health())
+        for _ in range(5):  # until it waits for the engine
+            await asyncio.sleep(0)
+    fleet[0].hung.set()
+    await checking  # it began during the update, whatever it saw is of that time
+    assert router.quarantined == {}
+    await router.check_health()
+    assert router.quarantined == {"http://engine-0": "it serves version None, the current one is 0"}
+
+
 async def test_a_restarted_engine_is_quarantined_until_it_is_checked() -> None:
     fleet = engines()
     router = Router(fleet, version=0)

@@ -12,6 +12,7 @@ from miles_rollout.sglang_launch import (
     SglangOptions,
     SpeculativeOptions,
     sglang_arguments,
+    sglang_environment,
 )
 
 HEAD = "--model-path M --host 127.0.0.1 --port 30000"
@@ -40,6 +41,20 @@ HEAD = "--model-path M --host 127.0.0.1 --port 30000"
             "--disaggregation-bootstrap-port 8998",
         ),
         (
+            {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "max_total_tokens": 20000,
+                "cuda_graph": False,
+                "overlap_schedule": False,
+                "sleep_on_idle": True,
+            },
+            "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 20000 "
+            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --disable-overlap-schedule "
+            "--sleep-on-idle",
+        ),
+        (
             {"routed_experts": True, "deterministic": True, "memory_saver": True, "quantization": "fp8"},
             "--quantization fp8 --enable-return-routed-experts --enable-deterministic-inference --enable-memory-saver",
         ),
@@ -52,18 +67,22 @@ def test_snapshot(options: dict[str, Any], expected: str) -> None:
 
 def test_nodes_seed_version_and_extra() -> None:
     line = sglang_arguments(
-        SglangOptions(tensor_parallel=16, extra=("--enable-metrics",)),
+        SglangOptions(tensor_parallel=16),
         model_path="M",
         port=30000,
+        dtype="bfloat16",
+        context_length=4096,
+        max_running_requests=64,
         seed=7,
         weight_version=0,
         num_nodes=2,
         node_rank=1,
         rendezvous="h:5000",
+        extra=("--enable-metrics",),
     )
     assert " ".join(line[6:]) == (
-        "--tp-size 16 --random-seed 7 --weight-version 0 --nnodes 2 --node-rank 1 --dist-init-addr h:5000 "
-        "--skip-server-warmup --enable-metrics"
+        "--tp-size 16 --dtype bfloat16 --context-length 4096 --max-running-requests 64 --random-seed 7 "
+        "--weight-version 0 --nnodes 2 --node-rank 1 --dist-init-addr h:5000 --skip-server-warmup --enable-metrics"
     )
 
 
@@ -78,6 +97,11 @@ def test_refusals() -> None:
         SglangOptions(memory_fraction=1.5)
     with pytest.raises(ValidationError, match="tensor_paralel"):
         SglangOptions(tensor_paralel=2)  # type: ignore[call-arg]
+
+
+def test_environment() -> None:
+    assert sglang_environment(SglangOptions()) == {}
+    assert sglang_environment(SglangOptions(device="cpu")) == {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def test_gpus() -> None:

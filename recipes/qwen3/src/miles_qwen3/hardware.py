@@ -10,9 +10,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_loop import HardwareTarget
-from miles_rollout.sglang_launch import SglangOptions, option_arguments
+from miles_rollout.sglang_launch import SglangOptions
 
-CPU = HardwareTarget(name="cpu", summary="any machine, two cores are enough")
+_CPU_ENGINE = SglangOptions(
+    device="cpu",
+    attention_backend="torch_native",
+    sampling_backend="pytorch",
+    memory_fraction=0.1,
+    max_total_tokens=20000,
+    cuda_graph=False,
+    overlap_schedule=False,
+    sleep_on_idle=True,
+)
+"""SGLang without a GPU, for `--rollout.engine sglang`; the embedded engine is the default."""
+
+
+def _section(options: SglangOptions) -> dict[str, Any]:
+    return options.model_dump(mode="json", exclude_defaults=True)
+
+
+CPU = HardwareTarget(
+    name="cpu",
+    summary="any machine, two cores are enough",
+    overrides={"engine": {"sglang": _section(_CPU_ENGINE)}},
+)
 
 _NEEDS = (
     "a trainer backend that spans several GPUs (this release trains on one device) and SGLang engines on the others"
@@ -86,7 +107,7 @@ _GPU = (
 def _target(gpu: _Gpu) -> HardwareTarget:
     overrides: dict[str, Any] = {
         "model": gpu.model,
-        "engine": {"dtype": "bfloat16", "extra_args": tuple(option_arguments(gpu.engine))},
+        "engine": {"kind": "sglang", "dtype": "bfloat16", "sglang": _section(gpu.engine)},
         "rollout": {"groups_per_step": 32, "group_size": 8, "sampling": {"max_new_tokens": 8192}},
         "trainer": {
             "optimizer": {"lr": 1e-6, "betas": (0.9, 0.98), "schedule": {"kind": "constant", "total_steps": None}},

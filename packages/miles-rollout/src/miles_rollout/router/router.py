@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,8 @@ class Router:
             seed=seed,
         )
         self._version = version
+        self._updates_begun = 0
+        self._updates_ended = 0
         self._lost = {name: asyncio.Event() for name in self._engines}
         self._serving = asyncio.Event()
         self._serving.set()
@@ -128,6 +130,15 @@ class Router:
         if self._version is not None and version < self._version:
             raise InvalidFieldError("version", version, f"versions never go back from {self._version}")
         self._version = version
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While weights change an engine may be between versions: no check holds that against it."""
+        self._updates_begun += 1
+        try:
+            yield
+        finally:
+            self._updates_ended += 1
 
     def add_engine(self, engine: Engine) -> None:
         """A new or restarted engine. It serves once it is healthy and has the current weights."""
@@ -313,7 +324,7 @@ class Router:
             await self.check_health()
 
     async def _probe(self, name: str) -> None:
-        engine, wanted = self._engines[name], self._version
+        engine, wanted, ended = self._engines[name], self._version, self._updates_ended
         try:
             async with asyncio.timeout(self._config.health_deadline_s):
                 problem = await self._problem(engine, wanted)
@@ -323,10 +334,12 @@ class Router:
             problem = _Problem(error.reason)
         if self._engines[name] is not engine:
             return  # replaced while the probe was under way
+        if problem is not None and problem.about_version and self._updates_begun > ended:
+            return
         if problem is not None:
             self._misses[name] += 1
             misses = self._misses[name] >= self._config.health_misses
-            if problem.final or misses or self._table.slots[name].quarantine is not None:
+            if problem.about_version or misses or self._table.slots[name].quarantine is not None:
                 self.quarantine(name, problem.reason)
             return
         self._misses[name] = 0
@@ -347,16 +360,16 @@ class Router:
         version = await engine.weight_version()
         # A version above `wanted` is the next update, already committed on this engine.
         if wanted is not None and (version is None or version < wanted):
-            return _Problem(f"it serves version {version}, the current one is {wanted}", final=True)
+            return _Problem(f"it serves version {version}, the current one is {wanted}", about_version=True)
         return None
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a health check found; a final problem needs no second miss."""
+    """What a health check found; a wrong version needs no second miss."""
 
     reason: str
-    final: bool = False
+    about_version: bool = False
 
 
 class _Watch:
