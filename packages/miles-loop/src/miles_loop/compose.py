@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from miles_contracts import (
     FilterDecision,
@@ -141,13 +143,23 @@ class ArrivedRewards:
         return math.fsum(means) / len(means) if means else None
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """A `Generate` that counts what happens in it (an agent's audit, say)."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics by name, of everything since the last call."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The rollout half of a run."""
+    """The rollout half of a run; `report` gives its metrics of what generation itself counted since the last call."""
 
     worker: RolloutWorker
     scheduler: Scheduler
     arrived: ArrivedRewards
+    report: Callable[[], dict[str, float]]
 
 
 def make_rollout(
@@ -214,4 +226,4 @@ def make_rollout(
             no_progress_s=config.runtime.step_timeout_s,
         ),
     )
-    return Rollout(worker, scheduler, arrived)
+    return Rollout(worker, scheduler, arrived, generate.take_metrics if isinstance(generate, Counting) else dict)

@@ -9,7 +9,7 @@ from miles_contracts import Group
 from miles_loop.config import RecordConfig
 from miles_loop.display import Display
 from miles_loop.progress import Progress
-from miles_loop.records import ledger_entry
+from miles_loop.records import ledger_entry, session_counts
 from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
 from miles_rollout.evaluation import EvalPoint
 
@@ -107,4 +107,6 @@ class RunRecorder:
         counters["engine_restarts"] = before["engine_restarts"] + self._engine_restarts()
         counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
         counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
+        for key, value in session_counts(record).items():
+            counters[key] = counters.get(key, 0.0) + value
         counters["wall_s"] = before["wall_s"] + self._process_age_s()

@@ -51,6 +51,12 @@ def rollout_record(groups: Sequence[Group], arrived_reward: float | None) -> dic
     return out
 
 
+def session_counts(record: Mapping[str, float]) -> dict[str, float]:
+    """What the sessions of an agent's task have counted, under the names that `status.json` adds up: `session/...`."""
+    prefix = "rollout/session/"
+    return {"session/" + key.removeprefix(prefix): v for key, v in record.items() if key.startswith(prefix)}
+
+
 def split_clock(metrics: Mapping[str, float]) -> dict[str, float]:
     """The rollout half's figures with those that depend on the clock moved under `perf/`."""
     out: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,34 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     answers: int
     length: float | None
     reward: float | None
+
+
+class Sessions(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened in the sessions of an agent's task, over all episodes that ended.
+
+    Attributes:
+        tokens_audited: tokens that may be trained, compared with the engine's record at the end of their episode.
+        mismatches: those that differ from it; their episodes failed and were not trained.
+        turns, trajectories: committed turns, and trajectories made of them.
+        branches: trajectories beyond a session's first (edited or compacted histories).
+        abandoned_turns, abandoned_tokens: turns that the agent asked for again, and their tokens; never trained.
+        discarded_turns: answers that never became a turn, because the agent or the engine gave up.
+        truncated_turns: turns cut by their length limit.
+        malformed_calls: tool calls that could not be read and were delivered as text.
+        repairs: kind of repair -> turns that stayed trainable thanks to it.
+    """
+
+    tokens_audited: int
+    mismatches: int
+    turns: int
+    trajectories: int
+    branches: int
+    abandoned_turns: int
+    abandoned_tokens: int
+    discarded_turns: int
+    truncated_turns: int
+    malformed_calls: int
+    repairs: dict[str, int]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +82,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         time_to_first_step_s: from process start to the end of the first optimiser step.
         wall_s: time the run has taken, resumed parts added.
         evaluations: every evaluation: step, and mean reward by task.
+        sessions: see `Sessions`; None for a task without an agent.
     """
 
     run: str
@@ -78,6 +108,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     time_to_first_step_s: float | None
     wall_s: float
     evaluations: list[dict[str, Any]]
+    sessions: Sessions | None
+
+
+def _sessions(counters: Mapping[str, float]) -> Sessions | None:
+    counts = {key.removeprefix("session/"): int(v) for key, v in counters.items() if key.startswith("session/")}
+    if not counts:
+        return None
+    repairs = {key.removeprefix("repairs/"): n for key, n in counts.items() if key.startswith("repairs/")}
+    numbers = {field: counts.get(field, 0) for field in Sessions.__struct_fields__ if field != "repairs"}
+    return Sessions(**numbers, repairs=repairs)
 
 
 def evaluations(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,6 +193,7 @@ def make_report(path: Path) -> Report:
         time_to_first_step_s=status.get("time_to_first_step_s"),
         wall_s=round(counters.get("wall_s", 0.0), 3),
         evaluations=evaluations(records),
+        sessions=_sessions(counters),
     )
 
 
@@ -176,6 +217,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
     ]
     if report.routes_audited:
         found.append(("route mismatches", f"{report.route_mismatches:,} of {report.routes_audited:,}"))
+    if report.sessions is not None:
+        found += _session_rows(report.sessions)
     if report.engine_restarts:
         found.append(("engine restarts", str(report.engine_restarts)))
     if report.trainer_restarts:
@@ -194,6 +237,17 @@ def _side_text(side: Side) -> str:
     length = "-" if side.length is None else f"{side.length:,.1f}"
     reward = "-" if side.reward is None else f"{side.reward:.3f}"
     return f"{side.answers:,}, mean length {length}, mean reward {reward}"
+
+
+def _session_rows(sessions: Sessions) -> list[tuple[str, str]]:
+    repairs = ", ".join(f"{kind} {count:,}" for kind, count in sorted(sessions.repairs.items()) if count)
+    return [
+        ("tokens audited", f"{sessions.tokens_audited:,}, mismatches {sessions.mismatches:,}"),
+        ("repairs", repairs or "none"),
+        ("branches", f"{sessions.branches:,}"),
+        ("turns abandoned", f"{sessions.abandoned_turns:,} of {sessions.turns:,}"),
+        ("turns truncated", f"{sessions.truncated_turns:,}"),
+    ]
 
 
 def text(report: Report) -> str:

@@ -28,6 +28,7 @@ from miles_contracts import (
 )
 from miles_rollout.generate.trajectories import derive_seed, failed_trajectory
 from miles_rollout.session.audit import AuditReport, audit
+from miles_rollout.session.matching import Repair
 from miles_rollout.session.requests import OpenRequest
 from miles_rollout.session.server import SessionServer
 from miles_rollout.session.tree import Policy
@@ -55,7 +56,7 @@ class AgentGenerate:
     under `task`. Its `metrics` and `metadata` go into every trajectory of the episode.
 
     Attributes:
-        report: the audit of all episodes so far, for the end of the run (`report.to_metrics()`).
+        report: the audit of all episodes so far.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class AgentGenerate:
             raise InvalidFieldError("timeout_s", timeout_s, "use a finite number of seconds > 0")
         _ = sampling.transform
         self.report = AuditReport()
+        self._fresh = AuditReport()
         self._agent = agent
         self._server = server
         self._sampling = sampling
@@ -84,6 +86,16 @@ class AgentGenerate:
         self._policy = policy
         self._thinking = thinking
         self._keep_messages = keep_messages
+
+    def take_metrics(self) -> dict[str, float]:
+        """Audit and counters of the episodes that ended since the last call, under `rollout/session/`."""
+        fresh, self._fresh = self._fresh, AuditReport()
+        counts = fresh.sessions.to_metrics() | {
+            "tokens_audited": float(fresh.tokens_audited),
+            "mismatches": float(fresh.mismatches),
+        }
+        none = {f"repairs/{kind}": 0.0 for kind in Repair}
+        return {f"rollout/session/{name}": value for name, value in (none | counts).items()}
 
     async def __call__(self, task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
         """One episode. Its trajectories share the episode's reward; a failed one without turns is one empty one."""
@@ -160,6 +172,7 @@ class AgentGenerate:
     ) -> tuple[Trajectory, ...]:
         report = audit(found)
         self.report = self.report + report
+        self._fresh = self._fresh + report
         if report.mismatches:
             outcome = _Outcome(Status.FAILED, f"audit: {report.mismatches} tokens differ: {report.first_mismatch}")
         result = outcome.result
