@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from real_engines import PROMPT, assert_serves, make_model, manifest_of, probe, weights_of
+from transformers import Qwen3ForCausalLM
 
 from miles_contracts import (
     EngineUnavailableError,
     PauseMode,
-    SamplingParams,
-    TensorSpec,
     WeightManifest,
     WeightUpdateError,
 )
@@ -31,34 +30,6 @@ from miles_sync import (
     update_weights,
 )
 from miles_sync.disk import DeltaPublisher, DeltaSubscriber, DiskEngine, DiskSender, FolderStore
-
-PROMPT = [3, 14, 15, 9, 26, 5]
-
-
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
-def weights_of(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    """Canonical names, sorted, the tied head once."""
-    return {n: t for n, t in sorted(model.state_dict().items()) if n != "lm_head.weight"}
-
-
-def manifest_of(weights: dict[str, torch.Tensor], version: int) -> WeightManifest:
-    specs = [TensorSpec(name=n, dtype="float32", shape=tuple(t.shape)) for n, t in weights.items()]
-    return WeightManifest(version=version, tensors=tuple(specs))
 
 
 class Source:
@@ -112,22 +83,6 @@ async def engines(processes: dict[str, subprocess.Popen[bytes]]) -> AsyncIterato
     yield clients
     for client in clients:
         await client.close()
-
-
-async def probe(engine: EngineClient) -> tuple[list[int], list[float]]:
-    result = await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, top_k=1, ignore_eos=True))
-    return list(result.output_ids), list(result.logprobs)
-
-
-async def assert_serves(engine: EngineClient, model: Qwen3ForCausalLM, version: int) -> None:
-    """The engine's log-probs are those of a plain forward pass of the trainer's model."""
-    assert await engine.weight_version() == version
-    ids, logprobs = await probe(engine)
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + ids])).logits[0].double()
-    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert ids == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
-    assert torch.allclose(torch.tensor(logprobs, dtype=torch.float64), expected, atol=2e-5)
 
 
 async def update(engines: list, source: Source, version: int, expect: Expect = Expect.CHANGE) -> UpdateReport:

@@ -110,7 +110,11 @@ class WeightRoutes:
             updates, name = self._core.updates, body.get("group_name", "weight_update_group")
             self._receiving = name
             try:
-                updates.require_open(update_id)
+                try:
+                    updates.require_open(update_id)
+                except MilesError:
+                    await self._verified()  # what the transfer before brought may be why it is not open any more
+                    raise
                 arrivals = await asyncio.to_thread(lambda: self._groups.receive(body))
                 await self._verified()
             except BaseException:
