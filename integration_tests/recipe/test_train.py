@@ -114,6 +114,8 @@ def test_a_mixture_of_experts_learns_with_its_routing_replayed(shell: Shell, tmp
     report = json.loads(shell.run("miles", "report", run, "--json"))
     assert report["eval_last"] >= report["eval_first"] + 0.3
     assert report["token_mismatches"] == 0
+    assert report["route_mismatches"] == 0
+    assert report["routes_audited"] > report["tokens_trained"]
 
 
 @pytest.mark.gate
