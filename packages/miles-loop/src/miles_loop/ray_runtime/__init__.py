@@ -12,3 +12,9 @@ trajectories nor weights pass through Ray's object store.
 
 `host` is where it starts; it is imported only when `runtime.kind` is `ray`.
 """
+
+import os
+
+# Read when Ray is imported. Under `uv run` its hook would build the environment anew for every worker, which hangs;
+# workers use what is installed on their node.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

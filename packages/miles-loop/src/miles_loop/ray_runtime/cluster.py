@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-
-# uv's hook would build the environment anew for every worker, which hangs; workers use the node's own.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray
 from ray.exceptions import RayError
@@ -21,6 +20,12 @@ from miles_loop.errors import RunError
 from miles_loop.ray_runtime.placement import Bundle, shortage
 from miles_loop.ray_runtime.supervisor import node_address
 
+_LOCAL = "local"
+"""Ray's word for a new cluster on this machine."""
+_RUNNING = "auto"
+"""Ray's word for the cluster that this machine is part of."""
+_CONNECT_S = 10.0
+_JOIN_S = 120.0
 _PATIENCE_S = 3.0
 """After which a person is told that the run waits for room."""
 
@@ -50,36 +55,32 @@ class Cluster:
         Raises:
             InvalidFieldError: no cluster answers at the address, or it cannot be used from here.
         """
-        # In a thread: it takes seconds, and only outside the main thread does Ray leave SIGTERM to the run.
-        await asyncio.to_thread(self._join)
-        return node_address()
-
-    def _join(self) -> None:
-        address = self._config.address or os.environ.get("RAY_ADDRESS") or "local"
-        if "://" in address:
-            raise InvalidFieldError(
-                "runtime.ray.address",
-                address,
-                "the driver talks to engines directly and has to run inside the cluster: give host:port on one of its "
-                "nodes, or submit the command with `ray job submit`",
-            )
+        address = self._config.address or os.environ.get("RAY_ADDRESS") or _LOCAL
+        await asyncio.to_thread(_check_address, address)
         if ray.is_initialized():
             raise RunError("ray_in_use", "this process is connected to a Ray cluster already")
+        loop = asyncio.get_running_loop()
+        joined: asyncio.Future[None] = loop.create_future()
+
+        def join() -> None:
+            try:
+                _join(address)
+            except Exception as error:  # noqa: BLE001 - main of a thread: every error is an answer
+                loop.call_soon_threadsafe(_tell, joined, error)
+            else:
+                loop.call_soon_threadsafe(_tell, joined, None)
+
+        # In a thread: it takes seconds, and only outside the main thread does Ray leave SIGTERM to the run. Of its
+        # own: Ray may try for ever, and nobody waits for it at the end of the process.
+        threading.Thread(target=join, name="ray-join", daemon=True).start()
         try:
-            ray.init(
-                address=address,
-                namespace="miles",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False if address == "local" else None,
-            )
+            async with asyncio.timeout(_JOIN_S):
+                await joined
+        except TimeoutError:
+            raise _unreachable(address, f"no answer within {_JOIN_S:g} s") from None
         except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-            raise InvalidFieldError(
-                "runtime.ray.address",
-                address,
-                f"no Ray cluster can be joined there ({str(error).strip().splitlines()[0]}); start one with "
-                "`ray start --head`, or leave the address out for a cluster of this machine alone",
-            ) from error
+            raise _unreachable(address, str(error).strip().splitlines()[0]) from error
+        return node_address()
 
     async def reserve(self, bundles: Sequence[Bundle]) -> None:
         """Wait until the cluster holds room for all bundles.
@@ -126,6 +127,57 @@ class Cluster:
         if self._group is not None:
             remove_placement_group(self._group)
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Refuse what Ray would try to reach for a long time.
+
+    Raises:
+        InvalidFieldError: an address of the client protocol, no address, or nobody listens there.
+    """
+    if "://" in address:
+        raise InvalidFieldError(
+            "runtime.ray.address",
+            address,
+            "the driver talks to engines directly and has to run inside the cluster: give host:port on one of its "
+            "nodes, or submit the command with `ray job submit`",
+        )
+    if address in (_LOCAL, _RUNNING):
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise InvalidFieldError("runtime.ray.address", address, f"use host:port, or {_RUNNING}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(address, str(error)) from error
+
+
+def _join(address: str) -> None:
+    ray.init(
+        address=address,
+        namespace="miles",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        include_dashboard=False if address == _LOCAL else None,
+    )
+
+
+def _tell(joined: asyncio.Future[None], error: Exception | None) -> None:
+    if joined.done():
+        return
+    if error is None:
+        joined.set_result(None)
+    else:
+        joined.set_exception(error)
+
+
+def _unreachable(address: str, why: str) -> InvalidFieldError:
+    remedy = (
+        f"no Ray cluster can be joined there ({why}); start one with `ray start --head`, or leave the address out "
+        "for a cluster of this machine alone"
+    )
+    return InvalidFieldError("runtime.ray.address", address, remedy)
 
 
 async def _await(reference: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
 from miles_loop.ray_runtime.cluster import Cluster
 from miles_loop.ray_runtime.placement import Bundle, plan
 from miles_loop.ray_runtime.supervisor import Place, Supervisor
+from miles_loop.ray_runtime.visibility import require_shared_memory, require_visible
 from miles_loop.run_folder import RunFolder
 from miles_loop.tcp_link import SECRET_VARIABLE, Listener, join_address
 
@@ -43,7 +43,7 @@ class RayHost:
         _check(config)
         self._config = config
         self._logs = folder.logs.resolve()
-        self._model = model
+        self._folders = {"model": model, "run_dir": self._logs}
         self._cluster = Cluster(config.runtime.ray, on_event)
         self._bundles: list[Bundle] = []
         self._has_trainer = False
@@ -70,7 +70,7 @@ class RayHost:
         listener = Listener(self._address)
 
         async def settle(actor: Any, place: Place) -> Settled:
-            await self._require(actor, place, {"model": self._model, "run_dir": self._logs})
+            await require_visible(actor, place, self._folders)
             self._trainer_actor = (actor, place)
             self._trainer_placed.set()
             return Settled(self._with_environment(spec(listener.address), {SECRET_VARIABLE: listener.secret}))
@@ -89,8 +89,11 @@ class RayHost:
 
         def make(index: int) -> ActorProcess:
             async def settle(actor: Any, place: Place) -> Settled:
-                await self._require(actor, place, {"model": self._model, "run_dir": self._logs})
-                await self._require_shared_memory(actor, place)
+                await require_visible(actor, place, self._folders)
+                if self._has_trainer and _shares_memory(self._config):
+                    await self._trainer_placed.wait()
+                    assert self._trainer_actor is not None
+                    await require_shared_memory(self._trainer_actor, (actor, place), self._config.sync.directory)
                 port = await actor.free_port.remote(place.host)
                 made = self._with_environment(spec(index, place.host, port), {})
                 return Settled(made, f"http://{join_address(place.host, port)}")
@@ -98,8 +101,8 @@ class RayHost:
             return self._process(f"engine-{index}", first + index, settle)
 
         engines = [make(index) for index in range(len(self._bundles) - first)]
-        placed = engines if self._trainer is None or not self._has_trainer else [self._trainer, *engines]
-        await _together([process.reserve() for process in placed])
+        trainers = [self._trainer] if self._has_trainer and self._trainer is not None else []
+        await _together([process.reserve() for process in (*trainers, *engines)])
         return [HostedEngine(str(engine.url), engine) for engine in engines]
 
     def trainer_address(self) -> str | None:
@@ -140,36 +143,6 @@ class RayHost:
     def _with_environment(self, spec: ProcessSpec, more: dict[str, str]) -> ProcessSpec:
         environment = {**self._config.runtime.ray.env, **spec.environment, **more}
         return dataclasses.replace(spec, environment=environment)
-
-    async def _require(self, actor: Any, place: Place, paths: Mapping[str, Path]) -> None:
-        """Every node must see these; the names are those of the fields that say where they are."""
-        missing = await actor.missing.remote([str(path) for path in paths.values()])
-        for name, path in paths.items():
-            if str(path) in missing:
-                raise InvalidFieldError(
-                    name, str(path), f"{place} does not see it; put it on storage that every node of the cluster mounts"
-                )
-
-    async def _require_shared_memory(self, actor: Any, place: Place) -> None:
-        """An engine that does not see the trainer's shared memory would fail at the first update; say so now."""
-        if not self._has_trainer or not _shares_memory(self._config):
-            return
-        await self._trainer_placed.wait()
-        assert self._trainer_actor is not None
-        trainer, there = self._trainer_actor
-        mark = str(self._config.sync.directory / f".miles-{secrets.token_hex(8)}")
-        await trainer.leave_mark.remote(mark)
-        try:
-            seen = not await actor.missing.remote([mark])
-        finally:
-            await trainer.remove_mark.remote(mark)
-        if not seen:
-            raise InvalidFieldError(
-                "runtime.ray.placement",
-                self._config.runtime.ray.placement.value,
-                f"an engine is on {place}, the trainer on {there}: weights that travel through shared memory cannot "
-                "get there; use strict_pack, or another transport: --sync.transport broadcast, peer or disk",
-            )
 
 
 def _shares_memory(config: RunConfig) -> bool:
