@@ -1,13 +1,11 @@
-"""What running rollout beside training is worth under a heavy tail, and how warm the router keeps prefixes.
+"""What running rollout beside training is worth under a heavy tail.
 
-    python ci/benchmarks/async_pipeline.py [pipeline] [routing] [--steps 23] [--train-s 0.4] [--json FILE]
+    python ci/benchmarks/async_pipeline.py [--steps 23] [--train-s 0.4] [--json FILE]
 
-pipeline  One engine process; every episode samples from it and then waits for an environment whose delay is Pareto
-          (20 x tail). The trainer is a stand-in that is busy for a fixed time, so that the figures show scheduling
-          and nothing else; after each step the engine is paused, really loads weights and goes on. The same
-          episodes at pipeline depth 0, 1, 4 and fully asynchronous; before them rollout alone and training alone,
-          which bound what any schedule can reach.
-routing   Two engine processes; multi-turn sessions with a common system prompt, placed by affinity and at random.
+One engine process; every episode samples from it and then waits for an environment whose delay is Pareto (20 x tail).
+The trainer is a stand-in that is busy for a fixed time, so that the figures show scheduling and nothing else; after
+each step the engine is paused, really loads weights and goes on. The same episodes at pipeline depth 0, 1, 4 and fully
+asynchronous; before them rollout alone and training alone, which bound what any schedule can reach.
 """
 
 from __future__ import annotations
@@ -18,16 +16,15 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from async_workload import EngineProcess, NumberedTasks, delayed_generate, save_model
 
-from miles_contracts import PauseMode, SamplingParams
+from miles_contracts import PauseMode
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.engine_client import EngineClient
-from miles_rollout.router import Placement, Router, RouterConfig
+from miles_rollout.router import Router
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig
 
@@ -182,53 +179,18 @@ async def pipeline(client: EngineClient, folder: Path, settings: Settings) -> di
     }
 
 
-async def session(router: Router, index: int, turns: int) -> None:
-    """A conversation: a system prompt that all share, a task of its own, then answers and observations."""
-    history = [*range(1, 251), *range(1, 71), *[ord(c) + 1 for c in f"task number {index:4d}"]]
-    for turn in range(turns):
-        params = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=1000 * index + turn)
-        result = await router.generate(f"session-{index}", history, params)
-        history += [int(i) for i in result.output_ids]
-        history += [ord(c) + 1 for c in f"seen {turn}."]
-
-
-async def routing(clients: Sequence[EngineClient], sessions: int = 32, turns: int = 12) -> dict[str, object]:
-    """Hit rates of both placements on the same conversations."""
-    out: dict[str, object] = {"sessions": sessions, "turns": turns}
-    for placement in Placement:
-        for client in clients:
-            await client.flush_cache()
-        router = Router(clients, config=RouterConfig(placement=placement))
-        began = time.perf_counter()
-        await asyncio.gather(*(session(router, i, turns) for i in range(sessions)))
-        wall = time.perf_counter() - began
-        metrics = router.metrics()
-        rate = metrics["rollout/prefix_cache_hit_rate"]
-        each = [metrics[f"router/engine_{i}/prefix_cache_hit_rate"] for i in range(len(clients))]
-        print(f"{placement:9} prefix-cache hit rate {rate:.2%} ({', '.join(f'{e:.2%}' for e in each)}), {wall:.2f} s")
-        out[placement] = {"hit_rate": rate, "per_engine": each, "wall_s": wall}
-    return out
-
-
-async def measure(parts: Sequence[str], settings: Settings, processes: Sequence[EngineProcess], folder: Path) -> dict:
-    """Run the named parts."""
-    clients = [process.client() for process in processes]
+async def measure(settings: Settings, process: EngineProcess, folder: Path) -> dict[str, object]:
+    """The comparison on one engine."""
+    client = process.client()
     try:
-        out: dict[str, object] = {}
-        if "pipeline" in parts:
-            out["pipeline"] = await pipeline(clients[0], folder, settings)
-        if "routing" in parts:
-            out["routing"] = await routing(clients)
-        return out
+        return await pipeline(client, folder, settings)
     finally:
-        for client in clients:
-            await client.close()
+        await client.close()
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["pipeline", "routing"], help="pipeline, routing or both")
     parser.add_argument("--steps", type=int, default=23)
     parser.add_argument("--train-s", type=float, default=0.4)
     parser.add_argument("--scale-s", type=float, default=0.25, help="shortest delay of an environment")
@@ -238,8 +200,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if unknown := set(given.parts) - {"pipeline", "routing"}:
-        parser.error(f"unknown part {unknown.pop()!r}")
     settings = Settings(
         steps=given.steps,
         train_s=given.train_s,
@@ -252,12 +212,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
-        processes = [EngineProcess(folder) for _ in range(2 if "routing" in given.parts else 1)]
+        process = EngineProcess(folder)
         try:
-            result = asyncio.run(measure(given.parts, settings, processes, folder))
+            result = asyncio.run(measure(settings, process, folder))
         finally:
-            for process in processes:
-                process.end()
+            process.end()
     if given.json:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
 

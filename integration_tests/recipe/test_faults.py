@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, web
 from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for
 
 from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
+from miles_qwen3.model import build_tiny
 
 USER_CODE = """
 import asyncio
@@ -152,8 +156,8 @@ def lose_engines(run: Path, process: subprocess.Popen[str]) -> None:
     assert "has not answered for 3 s" in log(run)
 
 
-def accounted_for(run: Path) -> None:
-    """Every prompt that was drawn is trained once, waits, or is one that cannot be trained."""
+def accounted_for(run: Path, never: set[int]) -> None:
+    """Every prompt that was drawn is trained once, waits, or is one that cannot be trained (modulo 8)."""
     trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]
     assert len(trained) == len(set(trained))
     checkpoint = newest_checkpoint(run / "checkpoints")
@@ -162,8 +166,8 @@ def accounted_for(run: Path) -> None:
     waiting = {i.prompt_index for i in rollout.again} | {e.group.prompt_index for e in rollout.entries}
     assert not waiting & set(trained)
     missing = set(range(rollout.source["next"])) - set(trained) - waiting
-    assert {prompt % 8 for prompt in missing} <= NEVER_TRAINED
-    assert not {prompt % 8 for prompt in trained} & NEVER_TRAINED
+    assert {prompt % 8 for prompt in missing} <= never
+    assert not {prompt % 8 for prompt in trained} & never
 
 
 @pytest.mark.gate
@@ -197,7 +201,7 @@ def test_everything_happens_to_one_run(shell: Shell, tmp_path: Path) -> None:
     last = status(run)["step"] + 2
     shell.run("miles-qwen3", "train", "--resume", run, "--steps", last)
     assert status(run)["status"] == "finished"
-    accounted_for(run)
+    accounted_for(run, NEVER_TRAINED)
     found = steps(run)
     assert [r["step"] for r in found] == list(range(1, last + 1))
     assert all(r["rollout/token_mismatches"] == 0 for r in found)
@@ -222,3 +226,112 @@ def test_agents_that_hang_or_fail_cost_their_episodes_only(shell: Shell, tmp_pat
     assert sum(r["rollout/fully_async/aborted_groups_filtered"] for r in records(run)) > 0
     assert all(r["rollout/token_mismatches"] == 0 for r in records(run))
     assert "the sandbox is gone" in log(run)
+
+
+class SpoilingProxy:
+    """Stands before an engine, in a thread of its own, and passes everything on; answers of generations are spoilt
+    as `fault` says."""
+
+    def __init__(self, target: str) -> None:
+        self.fault = ""
+        self._target = target
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        if self.fault == "down":
+            return web.Response(status=503, text="restarting")
+        if request.path == "/generate" and self.fault == "500":
+            return web.Response(status=500, text="CUDA error: an illegal memory access was encountered")
+        async with ClientSession(self._target) as session:
+            data = await request.read()
+            async with session.request(request.method, request.path_qs, data=data, headers=_TYPE) as got:
+                body, code = await got.read(), got.status
+        if request.path == "/generate" and self.fault == "garbage":
+            body = body[: len(body) // 2]
+        return web.Response(body=body, status=code, content_type="application/json")
+
+
+_TYPE = {"Content-Type": "application/json"}
+
+
+def start_engine(shell: Shell, model: Path) -> str:
+    """The URL of an embedded engine that somebody else than the run has started."""
+    process = shell.start(sys.executable, "-m", "miles_rollout.engine", "--model-path", model, "--port", 0)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "ready: " in line:
+            return line.split("ready: ")[1].split()[0]
+    raise AssertionError(f"the engine ended: {process.communicate()}")
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(600)
+def test_an_attached_engine_that_answers_nonsense_is_left_until_it_is_well(shell: Shell, tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    build_tiny(model, 0)
+    good, bad = start_engine(shell, model), start_engine(shell, model)
+    proxy = SpoilingProxy(bad)
+    try:
+        options = ("--model", model, "--engine.urls", f"{good},{proxy.url}", "--steps", 100000)
+        options += (
+            "--router.health_interval_s",
+            0.3,
+            "--engine.hang_s",
+            2,
+            "--evaluation.at_start",
+            "false",
+            "--pipeline-depth",
+            2,
+        )
+        process = shell.start("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
+        wait_for(lambda: len(steps(run)) >= 2, process)
+        for count, fault in enumerate(("500", "garbage"), start=1):
+            proxy.fault = fault
+            wait_for(lambda count=count: log(run).count(f"{proxy.url} is out of service") == count, process)
+            wait_for_steps(run, process, 2)
+            proxy.fault = ""
+            wait_for(lambda count=count: log(run).count(f"{proxy.url} serves again") >= count, process)
+            wait_for(lambda: steps(run)[-1]["router/engine_1/turns"] > 0, process)
+        proxy.fault = "down"
+        wait_for(lambda: f"engine {proxy.url} has not answered for 2 s" in log(run), process)
+        wait_for_steps(run, process, 2)
+        proxy.fault = ""
+        wait_for(lambda: f"engine {proxy.url} serves again, version" in log(run), process)
+        wait_for(lambda: steps(run)[-1]["router/engine_1/turns"] > 0, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 130, out + err
+    finally:
+        proxy.close()
+    found = steps(run)
+    assert sum(r["router/reissued_turns"] for r in found) > 0
+    assert sum(r["router/quarantines"] for r in found) >= 2
+    assert all(r["rollout/token_mismatches"] == 0 for r in found)
+    assert sum(r["rollout/fully_async/aborted_groups_filtered"] for r in found) == 0, "a turn finds another engine"
+    accounted_for(run, never=set())

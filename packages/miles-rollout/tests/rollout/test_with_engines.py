@@ -258,21 +258,22 @@ async def test_killed_and_resumed_with_groups_in_flight(clients: list[EngineClie
 
 
 async def test_affinity_keeps_the_prefix_warm_and_random_routing_does_not(clients: list[EngineClient]) -> None:
-    """Sixteen sessions of ten turns over two engines."""
+    """Eight sessions of 24 turns over two engines. By affinity a turn computes what is new in it, 3 tokens, and a
+    session's first at most its 129: in any order of events at least 96.6 % of all prompt tokens are found again."""
     rates = {}
     for placement in ("affinity", "random"):
         for client in clients:
             await client.flush_cache()
         router = Router(clients, config=RouterConfig(placement=placement))
-        await asyncio.gather(*(_session(router, i) for i in range(16)))
+        await asyncio.gather(*(_session(router, i) for i in range(8)))
         rates[placement] = router.metrics()["rollout/prefix_cache_hit_rate"]
-    assert rates["affinity"] > 0.9
-    assert rates["affinity"] > rates["random"]
+    assert rates["affinity"] >= 0.966
+    assert rates["random"] < rates["affinity"]
 
 
 async def _session(router: Router, index: int) -> None:
-    history = [1 + index, *range(2, 130)]
-    for turn in range(10):
+    history = [*range(2, 130), 1 + index]
+    for turn in range(24):
         params = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=index * 100 + turn)
         result = await router.generate(f"session-{index}", history, params)
         history += [int(i) for i in result.output_ids] + [turn + 1, index + 1]
