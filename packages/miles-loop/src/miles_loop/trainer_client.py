@@ -166,7 +166,8 @@ class TrainerClient:
     async def _send_and_receive(self, request: link.Request) -> link.Reply:
         assert self._reader is not None
         assert self._writer is not None
-        self._writer.writelines(wire.encode_parts(request))
+        # checksums and packed routes of a large batch take tens of milliseconds
+        self._writer.writelines(await asyncio.to_thread(wire.encode_parts, request))
         await self._writer.drain()
         header = await self._reader.readexactly(_HEADER_BYTES)
         rest = await self._reader.readexactly(wire.frame_length(header) - _HEADER_BYTES)
