@@ -215,6 +215,7 @@ def test_everything_happens_to_one_run(shell: Shell, tmp_path: Path) -> None:
     assert "reward gave no answer within 0.3 s" in log(run)
 
 
+@pytest.mark.gate
 def test_agents_that_hang_or_fail_cost_their_episodes_only(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "user_code.py").write_text(USER_CODE)
     run = tmp_path / "run"
