@@ -106,7 +106,8 @@ def model_config(shape: Shape, vocabulary: int, end_of_text: int, turn_end: int)
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": True,
+        # as in the real family: small dense models share input and output embedding, mixtures do not
+        "tie_word_embeddings": not shape.experts,
         "eos_token_id": turn_end,
         "pad_token_id": end_of_text,
         "dtype": "float32",
@@ -115,7 +116,7 @@ def model_config(shape: Shape, vocabulary: int, end_of_text: int, turn_end: int)
 
 
 def tensor_shapes(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(canonical name, sizes) of every tensor, in a fixed order. Output and input embedding are one tensor."""
+    """(canonical name, sizes) of every tensor, in a fixed order; mixtures have an output embedding of their own."""
     yield "model.embed_tokens.weight", (vocabulary, shape.hidden)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
@@ -134,6 +135,8 @@ def tensor_shapes(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[in
             yield f"{prefix}.{part}.up_proj.weight", (shape.inner, shape.hidden)
             yield f"{prefix}.{part}.down_proj.weight", (shape.hidden, shape.inner)
     yield "model.norm.weight", (shape.hidden,)
+    if shape.experts:
+        yield "lm_head.weight", (vocabulary, shape.hidden)
 
 
 def _initial(random: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.float32]:
