@@ -77,6 +77,8 @@ class EngineHttp:
         if not url.startswith(("http://", "https://")):
             raise InvalidFieldError("EngineClient.url", url, "give a URL like http://127.0.0.1:30000")
         self.url = self.base = url.rstrip("/")
+        self.headers: Callable[[], Mapping[str, str]] = dict
+        """Gives further headers of the request that is about to be sent."""
         self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -99,6 +101,7 @@ class EngineHttp:
             deadline_s: longest wait for the whole answer.
         """
         data, headers = _encoded(body)
+        headers |= self.headers()
         with self._faults(path, what, deadline_s):
             async with asyncio.timeout(deadline_s):
                 async with self._pool().request(method, self.base + path, data=data, headers=headers) as response:
@@ -121,6 +124,7 @@ class EngineHttp:
             every: whether each event is needed, or, of those that arrive together, only the newest.
         """
         data, headers = _encoded(body)
+        headers |= self.headers()
         until = asyncio.get_running_loop().time() + deadline_s
         with self._faults(path, what, deadline_s):
             # A deadline must not be open across a yield: it would cancel whatever the reader does meanwhile.

@@ -145,6 +145,8 @@ async def test_text_in_text_out_and_stop_strings(models, serve, tmp_path: Path) 
         ({"sampling_params": {"stop_token_ids": [VOCAB]}}, "sampling_params.stop_token_ids"),
         ({"sampling_params": {"n": 2}}, "sampling_params.n"),
         ({"sampling_params": {"repetition_penalty": 1.2}}, "sampling_params.repetition_penalty"),
+        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"model": "another"}, "model"),
         ({"sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
         ({"top_logprobs_num": 5}, "top_logprobs_num"),
         ({"logprob_start_len": -2}, "logprob_start_len"),

@@ -45,6 +45,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_params": (None,),
 }
 """SGLang's parameters that the embedded engine does not implement: accepted only at the value that does nothing."""
+_NEUTRAL_BODY: dict[str, tuple[Any, ...]] = {
+    "model": (None,),
+    "log_metrics": (True, None),
+    "return_hidden_states": (False, None),
+    "background": (False, None),
+    "no_logs": (False, None),
+    "return_bytes": (False, None),
+    "return_entropy": (False, None),
+}
+"""The same for fields of the call itself: SGLang's router writes all of them into every request."""
 _BODY_FIELDS = (
     "rid",
     "text",
@@ -99,7 +109,8 @@ def parse_generate(body: Any, limits: RequestLimits, codec: TextCodec, fresh_see
     """
     if not isinstance(body, dict):
         raise InvalidFieldError("body", type(body).__name__, "send a JSON object")
-    _refuse_unknown(body, _BODY_FIELDS, "")
+    _require_neutral(body, _NEUTRAL_BODY, "")
+    _refuse_unknown(body, (*_BODY_FIELDS, *_NEUTRAL_BODY), "")
     prompts, batched = _prompts(body, codec)
     count = len(prompts)
     params = body.get("sampling_params")
@@ -163,9 +174,7 @@ def parse_sampling(
         given = {}
     if not isinstance(given, dict):
         raise InvalidFieldError(at, type(given).__name__, "give an object")
-    for name, neutral in _NEUTRAL.items():
-        if name in given and given[name] not in neutral:
-            raise InvalidFieldError(f"{at}.{name}", given[name], f"the embedded engine supports only {neutral[0]!r}")
+    _require_neutral(given, _NEUTRAL, f"{at}.")
     _refuse_unknown(given, (*_SAMPLING_DEFAULTS, *_NEUTRAL), f"{at}.")
     value = {**_SAMPLING_DEFAULTS, **{k: v for k, v in given.items() if k not in _NEUTRAL}}
     if value["n"] != 1:
@@ -278,6 +287,12 @@ def _stop_ids(value: Any, at: str, vocab_size: int) -> frozenset[int]:
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise InvalidFieldError(f"{at}.stop_token_ids", value, f"give a list of ids in [0, {vocab_size})")
     return frozenset(ids)
+
+
+def _require_neutral(given: dict[str, Any], table: dict[str, tuple[Any, ...]], prefix: str) -> None:
+    for name, neutral in table.items():
+        if name in given and given[name] not in neutral:
+            raise InvalidFieldError(f"{prefix}{name}", given[name], f"the embedded engine supports only {neutral[0]!r}")
 
 
 def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...], prefix: str) -> None:
