@@ -67,10 +67,14 @@ def test_an_engine_whose_node_is_lost_comes_back_on_another(cluster: TwoNodes, s
     assert raylet_of(log) == raylet_of(run / "logs" / "trainer.log") != lost
     done = len(records(run))
     wait_for(lambda: len(records(run)) >= done + 2, process)
-    process.send_signal(signal.SIGINT)
+    # As `ray job stop` does it: the step is finished, a checkpoint is written, everything ends in order.
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, out + err
     assert gone(run)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["status"], status["message"]) == ("interrupted", "stopped by SIGTERM")
+    assert (run / "checkpoints" / f"step_{status['step']:06}").is_dir()
     assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
 
 

@@ -18,3 +18,5 @@ import os
 # Read when Ray is imported. Under `uv run` its hook would build the environment anew for every worker, which hangs;
 # workers use what is installed on their node.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# A cluster that a run starts for itself reports to nobody.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

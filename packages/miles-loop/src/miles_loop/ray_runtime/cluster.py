@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -70,8 +71,8 @@ class Cluster:
             else:
                 loop.call_soon_threadsafe(_tell, joined, None)
 
-        # In a thread: it takes seconds, and only outside the main thread does Ray leave SIGTERM to the run. Of its
-        # own: Ray may try for ever, and nobody waits for it at the end of the process.
+        # In a thread: it takes seconds, and in the main thread Ray would put its own handler of SIGTERM in the place of
+        # the run's. Of its own: Ray may try for ever, and nobody waits for it at the end of the process.
         threading.Thread(target=join, name="ray-join", daemon=True).start()
         try:
             async with asyncio.timeout(_JOIN_S):
@@ -80,6 +81,7 @@ class Cluster:
             raise _unreachable(address, f"no answer within {_JOIN_S:g} s") from None
         except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
             raise _unreachable(address, str(error).strip().splitlines()[0]) from error
+        _keep_sigterm()
         return node_address()
 
     async def reserve(self, bundles: Sequence[Bundle]) -> None:
@@ -151,6 +153,13 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise _unreachable(address, str(error)) from error
+
+
+def _keep_sigterm() -> None:
+    """Take SIGTERM back from Ray's native code, which would abort the process three seconds after it: a run that was
+    told to stop finishes its step and writes a checkpoint first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _join(address: str) -> None:
