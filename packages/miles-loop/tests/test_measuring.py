@@ -83,16 +83,16 @@ print(json.dumps({{"toy/reward": 1.0}}))
     process = fast.start(
         "train", "--run-dir", run, *options, "--evaluation.keep_snapshots", 1, *program(tmp_path, body)
     )
-    # Version 0 is being measured all the time; training goes on to its end.
-    wait_for(lambda: any(r["step"] == 4 and "train/loss" in r for r in records(run)))
+    # Version 0 is being measured all the time; training goes on to the last step, whose weights are always measured.
+    wait_for(lambda: any(r["step"] == 3 and "train/loss" in r for r in records(run)))
     go.touch()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
     lines = [r for r in records(run) if any(key.startswith("eval/") for key in r)]
-    assert [r["step"] for r in lines if "eval/toy/reward" in r] == [0]
-    assert [r["step"] for r in lines if "eval/skipped_busy" in r] == [1, 2, 3, 4]
-    assert [r["eval/lag_steps"] for r in lines if r["step"] == 0] == [4]
-    assert [p.name for p in (run / "snapshots").iterdir()] == ["version-00000000"]
+    assert [r["step"] for r in lines if "eval/toy/reward" in r] == [0, 4]
+    assert [r["step"] for r in lines if "eval/skipped_busy" in r] == [1, 2, 3]
+    assert [r["eval/lag_steps"] for r in lines if "eval/toy/reward" in r] == [4, 0]
+    assert [p.name for p in (run / "snapshots").iterdir()] == ["version-00000004"]
 
 
 def test_backpressure_holds_training_up_until_there_is_room(fast: Command, tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ class EvaluationConfig(Section):
     max_outstanding: Positive = 2
     """dedicated, external: evaluations that may be waiting or running."""
     overflow: EvaluationOverflow = EvaluationOverflow.BACKPRESSURE
-    """dedicated, external: when that many are outstanding, wait for one (`backpressure`) or `skip` the new one."""
+    """dedicated, external: when that many are outstanding, wait for one (`backpressure`) or `skip` the new one
+    (never the last of a run)."""
     keep_snapshots: NonNegative = 0
     """dedicated, external: measured snapshots that stay in the run folder (the newest ones)."""
     timeout_s: Seconds = 3600.0
@@ -230,6 +231,13 @@ class EvaluationConfig(Section):
         if bad := [k for k in self.ks if k > self.samples]:
             raise ValueError(f"ks: {bad[0]} is more than evaluation.samples, {self.samples}")
         return self
+
+
+class RouterKind(StrEnum):
+    """What places turns on engines."""
+
+    OWN = "own"
+    SGLANG = "sglang"
 
 
 class EngineConfig(Section):
@@ -267,6 +275,8 @@ class EngineConfig(Section):
     """How often a dead engine is started again before the run ends."""
     hang_s: Seconds = 120.0
     """An engine that answers no health check for this long is killed and started again."""
+    router: RouterKind = RouterKind.OWN
+    """What places turns on engines: Miles' `own` router, or a `sglang` router process in front of them."""
 
 
 class TransportKind(StrEnum):

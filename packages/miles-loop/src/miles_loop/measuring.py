@@ -102,16 +102,17 @@ class InPlace:
 
 
 class FromSnapshots:
-    """Measures snapshots while training goes on."""
+    """Measures snapshots while training goes on. `last` is the version that is never left out."""
 
     beside = True
 
-    def __init__(self, snapshots: SnapshotEvaluation) -> None:
+    def __init__(self, snapshots: SnapshotEvaluation, last: int) -> None:
         self._snapshots = snapshots
+        self._last = last
 
     async def measure(self, version: int) -> list[EvalPoint]:
         """Export the weights and queue the measurement."""
-        await self._snapshots.submit(version)
+        await self._snapshots.submit(version, must=version == self._last)
         return []
 
     def take(self, version: int) -> list[EvalPoint]:
@@ -136,7 +137,7 @@ async def open_measurement(
     """The configured way to measure; None when nothing is held out. What is outstanding at the end is cancelled."""
     if config.evaluation.mode is EvaluationMode.EXTERNAL:
         async with _snapshots(config, ExternalEvaluator(config.evaluation.command), runtime, folder) as snapshots:
-            yield FromSnapshots(snapshots)
+            yield FromSnapshots(snapshots, config.steps)
         return
     if config.evaluation.mode is EvaluationMode.DEDICATED:
         engines = await _plan_engines(config, folder, model)
@@ -147,7 +148,7 @@ async def open_measurement(
                     return
                 evaluator = _on_engines(config, engines, tasks)
                 async with _snapshots(config, evaluator, runtime, folder) as snapshots:
-                    yield FromSnapshots(snapshots)
+                    yield FromSnapshots(snapshots, config.steps)
         finally:
             await engines.close(config.runtime.stop_timeout_s)
         return

@@ -76,10 +76,13 @@ class SnapshotEvaluation:
         """Evaluations queued or running."""
         return sum(not task.done() for task in self._running)
 
-    async def submit(self, version: int) -> None:
-        """Export the current weights, which are `version`, and queue their evaluation."""
+    async def submit(self, version: int, *, must: bool = False) -> None:
+        """Export the current weights, which are `version`, and queue their evaluation.
+
+        With `must` it waits for room whatever the policy is: nothing comes after the last weights of a run.
+        """
         while self.outstanding >= self._max:
-            if self._overflow is Overflow.SKIP:
+            if self._overflow is Overflow.SKIP and not must:
                 self._finished.append(EvalPoint.skip(version, "busy", f"{self.outstanding} are outstanding"))
                 return
             await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)

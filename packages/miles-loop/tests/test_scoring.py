@@ -1,0 +1,69 @@
+"""Names of rewards become rewards, and what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_contracts import InvalidFieldError, Message, Task
+from miles_loop.config import RewardScope, TaskConfig
+from miles_loop.scoring import make_scoring, task_scoring
+from miles_rollout.rewards import CodeReward, ExactMatch, MathMatch, RemoteReward, UserReward, score
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("exact", ExactMatch),
+        ("maths", MathMatch),
+        ("code", CodeReward),
+        ("http://127.0.0.1:9/score", RemoteReward),
+        ("loop_toy.recipe:vowels", UserReward),
+    ],
+)
+async def test_a_name_is_a_reward(name: str, kind: type) -> None:
+    scoring = make_scoring(name, RewardScope.ANSWER, field="task.reward")
+    assert isinstance(scoring.answer, kind)
+    assert scoring.group is None
+    await scoring.close()
+
+
+async def test_code_is_run_against_the_tests_of_its_task() -> None:
+    scoring = make_scoring("code", RewardScope.ANSWER, field="task.reward")
+    assert scoring.answer is not None
+    message = Message(role="user", content="add two numbers")
+    task = Task(prompt_index=0, messages=(message,), metadata={"tests": ["assert add(1, 2) == 3"]})
+    for program, reward in (("def add(a, b):\n    return a + b", 1.0), ("def add(a, b):\n    return a", 0.0)):
+        outcome = await score(scoring.answer, task, program)
+        if outcome.error is not None and "isolat" in outcome.error:
+            pytest.skip(outcome.error)
+        assert outcome.value == reward
+
+
+def test_a_group_function_scores_groups_and_eval_may_score_answers() -> None:
+    config = TaskConfig.model_validate(
+        {
+            "path": "prompts.jsonl",
+            "reward": "loop_toy.scores:ranks",
+            "reward_scope": "group",
+            "eval_reward": "exact",
+        }
+    )
+    training, held_out = task_scoring(config)
+    assert (training.answer, held_out.group) == (None, None)
+    assert training.group is not None
+    assert isinstance(held_out.answer, ExactMatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "said"),
+    [
+        ("exactt", RewardScope.ANSWER, "did you mean 'exact'"),
+        ("exact", RewardScope.GROUP, "task.reward_scope"),
+        ("http://host/score", RewardScope.BATCH, "task.reward_scope"),
+        ("loop_toy.scores:nothing", RewardScope.GROUP, "has no nothing"),
+        ("loop_toy.nowhere:fn", RewardScope.ANSWER, "no module"),
+    ],
+)
+def test_what_cannot_score_is_refused(name: str, scope: RewardScope, said: str) -> None:
+    with pytest.raises(InvalidFieldError, match=said):
+        make_scoring(name, scope, field="task.reward")
