@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "recipe")]
 
+from recipe_runs import Shell
 from server import free_port, sglang_server
 from sglang_models import EXPERTS, LAYERS, TOP_K, write_dense, write_moe
-
-pytestmark = pytest.mark.sglang
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,11 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         sglang = stack.enter_context(sglang_server(folders[0], root / "sglang.log", *options))
         embedded = stack.enter_context(embedded_engine(folders[0], root / "embedded.log"))
         yield Served(folders, sglang, embedded, sizes)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Runs commands in the test's own folder."""
+    made = Shell(tmp_path)
+    yield made
+    made.close()

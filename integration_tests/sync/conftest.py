@@ -1,8 +1,9 @@
-"""Makes `real_engines` importable."""
+"""Makes `real_engines` and `weight_trainer` importable."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]

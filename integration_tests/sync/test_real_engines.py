@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_engines import PROMPT, assert_serves, make_model, manifest_of, probe, weights_of
+from real_engines import PROMPT, assert_serves, make_model, probe, weights_of
 from transformers import Qwen3ForCausalLM
+from weight_trainer import manifest_of
 
 from miles_contracts import (
     EngineUnavailableError,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import Trainer, assert_serves, make_model, make_transport
+from real_engines import assert_serves, make_model, make_transport, weights_of
+from weight_trainer import Trainer
 
 from miles_contracts import EngineError, GroupRequest, InvalidFieldError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords
@@ -45,7 +46,7 @@ def make_trainer(kind: str, folder: Path) -> Trainer:
         store=str(folder / "store"),
         timeout_s=HANG_S,
     )
-    return Trainer(make_sender(settings), make_model(0))
+    return Trainer(make_sender(settings), weights_of(make_model(0)))
 
 
 def engine_process(folder: Path, logs: Path, number: int) -> tuple[EngineClient, ChildProcess]:
@@ -80,7 +81,7 @@ class Scene:
         await self.fleet.wait_ready()
 
     async def update(self, version: int) -> None:
-        self.trainer.model = make_model(version)
+        self.trainer.weights = weights_of(make_model(version))
         async with self.fleet.weights_lock:
             await self.fleet.update(version)
 
@@ -127,7 +128,7 @@ async def test_every_engine_serves_every_version(
     trainer = make_trainer(kind, tmp_path)
     transport = make_transport(kind, trainer, tmp_path, model_folder)
     for version in (1, 2):
-        trainer.model = make_model(version)
+        trainer.weights = weights_of(make_model(version))
         engines = await transport.connect(clients)
         report = await update_weights(
             engines, trainer, version=version, mode=PauseMode.RETRACT, deadline_s=60, settle_s=20
@@ -135,7 +136,7 @@ async def test_every_engine_serves_every_version(
         assert not report.faults
         assert report.num_buckets > 5 or kind == "disk"
         for client in clients:
-            await assert_serves(client, trainer.model, version)
+            await assert_serves(client, make_model(version), version)
     trainer.sender.close()
 
 
@@ -147,7 +148,7 @@ async def test_wrong_bits_are_named_and_the_next_update_goes_through(
     transport = make_transport(kind, trainer, tmp_path, model_folder)
 
     async def update(version: int) -> None:
-        trainer.model = make_model(version)
+        trainer.weights = weights_of(make_model(version))
         engines = await transport.connect(clients)
         await update_weights(engines, trainer, version=version, mode=PauseMode.RETRACT, deadline_s=60, settle_s=20)
 
@@ -164,6 +165,35 @@ async def test_wrong_bits_are_named_and_the_next_update_goes_through(
     await update(5)
     for client in clients:
         await assert_serves(client, make_model(5), 5)
+    trainer.sender.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "broadcast", "peer-tcp"])
+async def test_a_trainer_that_fails_in_the_middle_holds_nobody_up(
+    kind: str, clients: list[EngineClient], model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(kind, tmp_path)
+    transport = make_transport(kind, trainer, tmp_path, model_folder)
+
+    async def update(version: int) -> None:
+        trainer.weights = weights_of(make_model(version))
+        engines = await transport.connect(clients)
+        await update_weights(
+            engines, trainer, version=version, mode=PauseMode.RETRACT, deadline_s=HANG_S, settle_s=HANG_S
+        )
+
+    async with asyncio.timeout(HANG_S / 4):
+        await update(6)
+        trainer.stumble_at = 2
+        with pytest.raises(WeightUpdateError, match="the trainer stumbles"):
+            await update(7)
+        transport.reset()
+        for client in clients:
+            await assert_serves(client, make_model(6), 6)
+        trainer.stumble_at = None
+        await update(7)
+    for client in clients:
+        await assert_serves(client, make_model(7), 7)
     trainer.sender.close()
 
 

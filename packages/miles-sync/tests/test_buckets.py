@@ -90,3 +90,22 @@ def test_refuses_a_bucket_below_one_aligned_unit_and_a_name_twice() -> None:
     twice = TensorSpec(name="lm_head.weight", dtype="float32", shape=(1,))
     with pytest.raises(InvalidFieldError, match=r"lm_head.weight.*tied"):
         plan_buckets([twice, twice])
+
+
+@given(specs=spec_lists(), bucket_bytes=st.integers(64, 20_000), split=st.booleans())
+def test_packed_buckets_have_no_gaps_and_every_tensor_begins_where_its_dtype_can(
+    specs: list[TensorSpec], bucket_bytes: int, split: bool
+) -> None:
+    covered: dict[str, int] = {}
+    for bucket in plan_buckets(specs, bucket_bytes, packed=True, split=split):
+        end = 0
+        for piece in bucket.pieces:
+            assert piece.offset == end
+            assert piece.offset % DTYPE_BYTES[piece.spec.dtype] == 0
+            assert piece.start == covered.get(piece.spec.name, 0)
+            assert piece.whole or split
+            end += piece.num_bytes
+            covered[piece.spec.name] = piece.start + piece.num_bytes
+        assert bucket.num_bytes == end
+        assert end <= bucket_bytes or (not split and len(bucket.pieces) == 1)
+    assert covered == {s.name: s.num_bytes for s in specs}

@@ -110,10 +110,14 @@ class _TorchGroup:
         return lambda: _wait(work)
 
     def close(self) -> None:
-        # Connections end with the last reference, not with the abort.
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if self._group is not None:
+            held, self._group = [self._group], None
+            threading.Thread(target=_end, args=(held,), name="end-group", daemon=True).start()
+
+
+def _end(held: list[Any]) -> None:
+    """Drop the last reference to a group: that ends its connections, and waits for a collective that hangs."""
+    held.pop().abort()
 
 
 def _wait(work: Any) -> None:

@@ -143,10 +143,9 @@ class TorchGroup:
 
     def close(self) -> None:
         """Leave the group."""
-        # Connections end with the last reference, not with the abort.
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if self._group is not None:
+            held, self._group = [self._group], None
+            threading.Thread(target=_end, args=(held,), name="end-group", daemon=True).start()
 
     def _memory(self, num_bytes: int) -> NDArray[np.uint8]:
         slot = self._count % 2
@@ -168,6 +167,11 @@ class TorchGroup:
             raise WeightUpdateError(f"a broadcast in group {self._name} failed: {error}") from error
         if on_device is not tensor:
             tensor.copy_(on_device)
+
+
+def _end(held: list[Any]) -> None:
+    """Drop the last reference to a group: that ends its connections, and waits for a collective that hangs."""
+    held.pop().abort()
 
 
 def _specs(bucket: Mapping[str, Any]) -> list[TensorSpec]:

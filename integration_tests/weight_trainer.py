@@ -1,0 +1,75 @@
+"""A trainer in the test's own process that sends weights to real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from miles_contracts import WeightManifest, WeightUpdateError
+from miles_loop.senders import WeightSender
+from miles_sync.messages import GroupOffer, PeerBucket
+from miles_sync.tensors import spec_of
+
+
+def manifest_of(weights: dict[str, torch.Tensor], version: int) -> WeightManifest:
+    """What `weights` are, without digests."""
+    return WeightManifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in weights.items()))
+
+
+class Trainer:
+    """The trainer's side of an update, with any sender, on threads as a process of its own would be.
+
+    Attributes:
+        weights: what is sent next, by canonical name, sorted.
+        corrupt: tensor whose announced digest is wrong.
+        stumble_at: index of the bucket at which the trainer fails.
+        before: called with each bucket before it is handed out.
+    """
+
+    def __init__(self, sender: WeightSender, weights: dict[str, torch.Tensor]) -> None:
+        self.sender, self.weights = sender, weights
+        self.corrupt = ""
+        self.stumble_at: int | None = None
+        self.before: Any = lambda bucket: None
+        self._count = 0
+
+    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
+        specs = manifest_of(self.weights, 0).tensors
+        return await asyncio.to_thread(self.sender.connect, receivers, specs, split)
+
+    async def begin(self, version: int) -> tuple[str, WeightManifest]:
+        self._count += 1
+        self._sent, self._manifest = self.weights, manifest_of(self.weights, version)
+        return f"update-{version}-{self._count}-{id(self):x}", self._manifest
+
+    async def buckets(self, update_id: str) -> AsyncIterator[Any]:
+        sending = self.sender.send(self._sent.items(), self._manifest, update_id)
+        while (bucket := await asyncio.to_thread(next, sending, None)) is not None:
+            if bucket.index == self.stumble_at:
+                raise WeightUpdateError("the trainer stumbles")
+            self.before(bucket)
+            yield with_wrong_digest(bucket, self.corrupt) if self.corrupt else bucket
+
+    async def acknowledge(self, update_id: str, index: int) -> None:
+        self.sender.acknowledge(update_id, index)
+
+    async def release(self, update_id: str) -> None:
+        await asyncio.to_thread(self.sender.release, update_id)
+
+
+def with_wrong_digest(bucket: Any, name: str) -> Any:
+    """The bucket with another digest for one tensor, as if its bits had changed on the way; peers number theirs."""
+    if isinstance(bucket, PeerBucket):
+        written = tuple(msgspec.structs.replace(w, digest="xxh3_128:" + "0" * 32) for w in bucket.written)
+        return msgspec.structs.replace(bucket, written=written)
+    placed = tuple(
+        msgspec.structs.replace(p, spec=msgspec.structs.replace(p.spec, digest="xxh3_128:" + "0" * 32))
+        if p.spec.name == name
+        else p
+        for p in bucket.tensors
+    )
+    return msgspec.structs.replace(bucket, tensors=placed)
