@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles_contracts import InvalidFieldError, Message, SamplingParams, Task
-from miles_qwen3 import guessing
+from miles_qwen3 import RECIPE, guessing
 from miles_qwen3.sorting import data_file
 
 Player = Callable[[list[dict[str, str]]], str]
@@ -34,7 +34,7 @@ async def server(player: Player, finish: str = "stop") -> AsyncIterator[tuple[st
 
 
 def task(label: Any) -> Task:
-    return Task(prompt_index=0, messages=(Message(role="user", content=guessing.OPENING),), label=label)
+    return Task(prompt_index=0, messages=(Message(role="user", content="0-9?"),), label=label)
 
 
 def halving(messages: list[dict[str, str]]) -> str:
@@ -54,6 +54,7 @@ async def test_halving_always_finds_the_digit(hidden: int) -> None:
     assert result.metrics["found"] == 1.0
     assert result.reward == pytest.approx(1.0 - 0.1 * (len(seen) - 1))
     assert {header for header, _ in seen} == {"Bearer k"}
+    assert seen[0][1]["messages"] == [{"role": "user", "content": "0-9?"}]
     assert all(body["max_tokens"] == 3 for _, body in seen)
 
 
@@ -103,5 +104,13 @@ def test_every_found_digit_beats_every_lost_game() -> None:
     assert found == sorted(found, reverse=True)
 
 
-def test_file_is_what_the_generator_writes() -> None:
-    assert data_file("guess.jsonl").read_text() == guessing.lines()
+def test_files_are_what_the_generator_writes() -> None:
+    train, held_out = guessing.ranges()
+    assert data_file(guessing.TRAIN_FILE).read_text() == guessing.lines(train)
+    assert data_file(guessing.HELD_OUT_FILE).read_text() == guessing.lines(held_out)
+
+
+def test_no_held_out_range_is_trained() -> None:
+    train, held_out = guessing.ranges()
+    assert not {opening for opening, _ in guessing.problems(train)} & {o for o, _ in guessing.problems(held_out)}
+    assert len(guessing.problems(held_out)) == RECIPE.task_named("guess").overrides["task"]["eval_size"]

@@ -1,30 +1,33 @@
 """A small text game of several turns, played against the session server: find a hidden digit.
 
-The player names a digit and is told `higher` or `lower` by one character, `+` or `-`, until it has found the digit or
-used up its guesses. This is an agent as any other: it knows a base URL and the OpenAI chat API, and nothing of tokens.
-`python -m miles_qwen3.guessing FILE` writes the ten tasks, one for each digit.
+The player is told between which digits it lies, names one, and is told `higher` or `lower` by one character, `+` or
+`-`, until it has found the digit or used up its guesses. This is an agent as any other: it knows a base URL and the
+OpenAI chat API, and nothing of tokens. `python -m miles_qwen3.guessing FOLDER` writes the problems: every digit of 28
+ranges for training, every digit of 8 other ranges held out.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from miles_contracts import AgentResult, InvalidFieldError, SamplingParams, Task
+from miles_qwen3.chat import Chat
 
 GUESSES = 4
 """Halving ten digits needs at most four."""
-OPENING = "0-9?"
+SMALLEST_RANGE = 3
+HELD_OUT_RANGES, SPLIT_SEED = 8, 3
+TRAIN_FILE, HELD_OUT_FILE = "guess_train.jsonl", "guess_held_out.jsonl"
 
 
 async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
-    """One game. `task.label` is the hidden digit.
+    """One game, opened by the task's message. `task.label` is the hidden digit.
 
     The guess of a turn is the first digit in its text. A turn without one ends the game; so does a turn that met its
     length limit, since it cannot be continued. The reward is 1 for a digit found at once and 0.1 less for every further
@@ -32,21 +35,19 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
     turn that ran on, it is worth a quarter of that, so that ending a turn pays; 0 without any guess.
     """
     hidden = _hidden_digit(task)
-    messages: list[dict[str, str]] = [{"role": "user", "content": OPENING}]
-    headers = {"Authorization": f"Bearer {metadata['api_key']}"}
+    told = {"role": "user", "content": str(task.messages[-1].content)}
     last: int | None = None
-    async with aiohttp.ClientSession(headers=headers) as client:
+    async with Chat(base_url, params, metadata) as chat:
         for guesses in range(GUESSES):
-            text, complete = await _ask(client, base_url, messages, params)
-            found = re.search("[0-9]", text)
-            if found is None or not complete:
+            reply = await chat.ask(told)
+            found = re.search("[0-9]", reply.content)
+            if found is None or not reply.complete:
                 stray = int(found.group()) if found is not None else None
                 return _result(hidden, last, guesses, stray=stray, legal=False)
             last = int(found.group())
             if last == hidden:
                 return _result(hidden, last, guesses + 1)
-            messages.append({"role": "assistant", "content": text})
-            messages.append({"role": "user", "content": "+" if last < hidden else "-"})
+            told = {"role": "user", "content": "+" if last < hidden else "-"}
     return _result(hidden, last, GUESSES)
 
 
@@ -79,22 +80,29 @@ def _result(
     return AgentResult(reward=reward_of(hidden, last, guesses, stray), metrics=metrics)
 
 
-async def _ask(
-    client: aiohttp.ClientSession, base_url: str, messages: list[dict[str, str]], params: SamplingParams
-) -> tuple[str, bool]:
-    """The answer's text, and whether the policy ended it by itself."""
-    body = {"model": "policy", "messages": messages, "max_tokens": params.max_new_tokens}
-    async with client.post(f"{base_url.rstrip('/')}/chat/completions", json=body) as response:
-        response.raise_for_status()
-        answer = await response.json()
-    choice = answer["choices"][0]
-    return str(choice["message"]["content"] or ""), choice["finish_reason"] != "length"
+def ranges() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(training, held-out) pairs of first and last digit, disjoint, together every range that is not too small."""
+    everything = [(low, high) for low in range(10) for high in range(low + SMALLEST_RANGE - 1, 10)]
+    random.Random(SPLIT_SEED).shuffle(everything)
+    return everything[HELD_OUT_RANGES:], everything[:HELD_OUT_RANGES]
 
 
-def lines() -> str:
-    """The ten tasks as JSONL."""
-    return "".join(json.dumps({"prompt": OPENING, "label": digit}) + "\n" for digit in range(10))
+def problems(chosen: Iterable[tuple[int, int]]) -> list[tuple[str, int]]:
+    """(opening, hidden digit) for every digit of every range."""
+    return [(f"{low}-{high}?", digit) for low, high in chosen for digit in range(low, high + 1)]
+
+
+def lines(chosen: Iterable[tuple[int, int]]) -> str:
+    """The games of some ranges as JSONL."""
+    return "".join(json.dumps({"prompt": opening, "label": digit}) + "\n" for opening, digit in problems(chosen))
+
+
+def write_files(folder: Path) -> None:
+    """Write training and held-out games."""
+    train, held_out = ranges()
+    (folder / TRAIN_FILE).write_text(lines(train))
+    (folder / HELD_OUT_FILE).write_text(lines(held_out))
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(lines())
+    write_files(Path(sys.argv[1]))

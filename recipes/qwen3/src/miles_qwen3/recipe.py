@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from miles_loop import ModelPreset, Recipe, TaskPreset
+from miles_qwen3 import trail
 from miles_qwen3.hardware import TARGETS
 from miles_qwen3.sorting import HELD_OUT, HELD_OUT_FILE, LENGTH, TRAIN_FILE, data_file
 
-STEPS = 150
+STEPS, TRAIL_STEPS = 150, 200
 
 MODELS = (
     ModelPreset(
         name="tiny",
         summary="Qwen3, 2 layers, 64 hidden, 0.1 M parameters; random weights made by the run's seed",
         build="miles_qwen3.model:build_tiny",
+    ),
+    ModelPreset(
+        name="tiny-tools",
+        summary="as tiny, with a vocabulary in which the calls of the task trail are short",
+        build="miles_qwen3.model:build_tiny_tools",
     ),
     ModelPreset(
         name="moe",
@@ -63,18 +69,38 @@ SORT = TaskPreset(
 
 GUESS = TaskPreset(
     name="guess",
-    summary="a game of several turns through the session server: find a hidden digit by higher and lower",
+    summary="a game of several turns through the session server: find a digit by higher and lower; held-out ranges",
     overrides={
         "task": {
             "name": "guess",
             "source": "jsonl",
-            "path": str(data_file("guess.jsonl")),
-            "eval_path": str(data_file("guess.jsonl")),
-            "eval_size": 10,
+            "path": str(data_file("guess_train.jsonl")),
+            "eval_path": str(data_file("guess_held_out.jsonl")),
+            "eval_size": 49,
             "agent": "miles_qwen3.guessing:play",
         },
         "rollout": {"sampling": {"max_new_tokens": 3}},
         "evaluation": {"sampling": {"max_new_tokens": 3}},
+    },
+)
+
+TRAIL = TaskPreset(
+    name="trail",
+    summary="a game of tool calls through the session server: follow notes to a box; held-out trails, won or not",
+    overrides={
+        "model": "tiny-tools",
+        "steps": TRAIL_STEPS,
+        "trainer": {"optimizer": {"schedule": {"total_steps": TRAIL_STEPS}}},
+        "task": {
+            "name": "trail",
+            "source": "jsonl",
+            "path": str(data_file(trail.TRAIN_FILE)),
+            "eval_path": str(data_file(trail.HELD_OUT_FILE)),
+            "eval_size": trail.HELD_OUT,
+            "agent": "miles_qwen3.trail_agent:play",
+        },
+        "rollout": {"sampling": {"max_new_tokens": 4}},
+        "evaluation": {"sampling": {"max_new_tokens": 4}},
     },
 )
 
@@ -101,7 +127,7 @@ RECIPE = Recipe(
     family="qwen3",
     summary="Qwen3: train a small model on this machine, or a large one on GPUs.",
     models=MODELS,
-    tasks=(SORT, GUESS, ADD),
+    tasks=(SORT, GUESS, TRAIL, ADD),
     hardware=TARGETS,
     defaults={
         "steps": STEPS,

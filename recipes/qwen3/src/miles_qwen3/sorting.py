@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -56,8 +56,8 @@ async def closeness(task: Task, response: str) -> float:
     return credit / 2 if len(response) > len(label) else credit
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Least number of insertions, deletions and replacements that turn `a` into `b` (Levenshtein)."""
+def edit_distance(a: Sequence[object], b: Sequence[object]) -> int:
+    """Least number of insertions, deletions and replacements of items that turn `a` into `b` (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         previous, row[0] = row[0], i

@@ -7,6 +7,7 @@ enough that a model of 0.1 M parameters, which starts at random, meets every tok
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -22,8 +23,12 @@ WORDS = ("user", "assistant", "system", "tool")
 """Written with one token, so that the frame of a message costs few tokens."""
 
 
-def make_tokenizer() -> Tokenizer:
-    """Byte-level BPE whose only merges spell the role names."""
+def make_tokenizer(phrases: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level BPE whose only merges spell the role names.
+
+    Args:
+        phrases: texts that get a token of their own wherever they occur, as frequent ones have in a large vocabulary.
+    """
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -35,13 +40,13 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKUP, *phrases)])
     return tokenizer
 
 
-def write_tokenizer(directory: Path) -> Tokenizer:
+def write_tokenizer(directory: Path, phrases: Sequence[str] = ()) -> Tokenizer:
     """Write tokenizer.json, tokenizer_config.json and the chat template into a model folder."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(phrases)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
