@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.errors import RunError
+from miles_loop.gateway import Gateway
 from miles_loop.lockstep import Lockstep, LockstepEngine
 from miles_loop.processes import Process
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
@@ -61,6 +62,7 @@ class Fleet:
         restarts: how often each engine is started again.
         on_event: told, in words, what happened to engines.
         router: deadlines and limits of both routers.
+        gateway: SGLang's router, through which turns go; None for Miles' own.
         hang_s: an engine that answers no health check for this long is out of service; its process is killed.
         lockstep: send requests in rounds, so that the run can be repeated bit for bit (see `miles_loop.lockstep`).
     """
@@ -79,6 +81,7 @@ class Fleet:
         restarts: int,
         on_event: Callable[[str], None],
         router: RouterConfig | None = None,
+        gateway: Gateway | None = None,
         hang_s: float = 120.0,
         lockstep: bool = False,
     ) -> None:
@@ -110,10 +113,18 @@ class Fleet:
         self.restarts = 0
         self.weights_lock = asyncio.Lock()
         self.failed: asyncio.Future[RunError] = asyncio.get_running_loop().create_future()
-        self.router = Router([slot.recording for slot in self._slots], config=self._router_config)
+        self._gateway = gateway
+        self.router: Router
         """Routes training: every answer is recorded."""
-        self.evaluation_router = Router([slot.evaluation for slot in self._slots], config=self._router_config)
+        self.evaluation_router: Router
         """Routes evaluation: nothing is recorded."""
+        training, evaluation = [s.recording for s in self._slots], [s.evaluation for s in self._slots]
+        if gateway is None:
+            self.router = Router(training, config=self._router_config)
+            self.evaluation_router = Router(evaluation, config=self._router_config)
+        else:
+            made = gateway.routers(training, evaluation, records, self._router_config)
+            self.router, self.evaluation_router = made
 
     @property
     def _routers(self) -> tuple[Router, Router]:
@@ -127,6 +138,9 @@ class Fleet:
             DeadlineExceededError: one did not answer in time.
         """
         await asyncio.gather(*(self._wait_ready(slot) for slot in self._slots))
+        if self._gateway is not None:
+            await self._gateway.wait_ready()
+            self._watchers.append(asyncio.create_task(self._watch_gateway(self._gateway), name="watch-router"))
         for router in self._routers:
             await router.start()
         for slot in self._slots:
@@ -273,6 +287,12 @@ class Fleet:
                 self._on_event(f"engine {slot.process.name} could not be brought back: {error}")
                 slot.process.crash()  # the next round counts it as another restart
 
+    async def _watch_gateway(self, gateway: Gateway) -> None:
+        """Without SGLang's router no turn gets anywhere: the run ends when it does not stay up."""
+        death = await gateway.watch()
+        if not self.failed.done():
+            self.failed.set_result(death)
+
     async def _watch_answers(self, slot: EngineSlot) -> None:
         """Notice an engine that runs and no longer answers; an engine of somebody else also when it is back."""
         loop = asyncio.get_running_loop()
@@ -334,6 +354,8 @@ class Fleet:
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
         await asyncio.gather(*(router.close() for router in self._routers))
+        if self._gateway is not None:
+            await self._gateway.close(stop_timeout_s)
         await asyncio.gather(*(slot.client.close() for slot in self._slots))
         await asyncio.gather(*(s.process.stop(stop_timeout_s) for s in self._slots if s.process is not None))
 

@@ -17,12 +17,13 @@ import msgspec
 from miles_contracts import InvalidFieldError, PauseMode
 from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
-from miles_loop.config import EngineConfig, RunConfig, RuntimeKind
+from miles_loop.config import EngineConfig, RouterKind, RunConfig, RuntimeKind
 from miles_loop.errors import ProcessDiedError, RunError
-from miles_loop.fleet import Fleet
+from miles_loop.fleet import Fleet, choose_ports
+from miles_loop.gateway import Gateway, gateway_spec, require_router
 from miles_loop.hosts import Host, LocalHost
 from miles_loop.models import num_experts, num_layers
-from miles_loop.processes import Process, ProcessSpec
+from miles_loop.processes import ChildProcess, Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
 from miles_loop.sglang_engine import sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
@@ -133,11 +134,14 @@ class LocalRuntime:
             trainer: False starts engines only, for an evaluation.
 
         Raises:
-            InvalidFieldError: a port that was asked for is taken; no Ray cluster at the address.
+            InvalidFieldError: a port that was asked for is taken; no Ray cluster at the address; a router that is
+                not there or cannot do what the run needs.
             RunError: `no_room` on the cluster.
             DiskFullError: no room for the logs.
         """
         config = self._config
+        self._routing = config.trainer.replay.enabled and num_experts(model) is not None
+        require_router(config, routing=self._routing)
         host = self._host = make_host(config, self._folder, model, self._on_event)
         await host.open(engines=0 if config.engine.urls else config.engine.replicas, trainer=trainer)
         made = host.make_trainer(lambda where: trainer_spec(config, where))
@@ -145,7 +149,7 @@ class LocalRuntime:
         self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
         engines = await self._make_engines(host, model)
         self._clients = [client for client, _ in engines]
-        self._routing = config.trainer.replay.enabled and num_experts(model) is not None
+        gateway = self._make_gateway() if config.engine.router is RouterKind.SGLANG else None
         self.fleet = Fleet(
             engines,
             source=self.trainer,
@@ -158,14 +162,31 @@ class LocalRuntime:
             restarts=config.engine.restarts,
             on_event=self._on_event,
             router=config.router,
+            gateway=gateway,
             hang_s=config.engine.hang_s,
-            # An agent's calls come when its tools are done; there is no clockless order to put them into.
-            lockstep=config.pipeline_depth == 0 and config.task.agent is None,
+            # An agent's calls come when its tools are done, and SGLang's router takes them one by one: there is no
+            # clockless order to put them into.
+            lockstep=config.pipeline_depth == 0 and config.task.agent is None and gateway is None,
         )
         starting = [process.start() for _, process in engines if process is not None]
+        if gateway is not None:
+            starting.append(gateway.process.start())
         if trainer:
             starting.append(made.process.start())
         await asyncio.gather(*starting)
+
+    def _make_gateway(self) -> Gateway:
+        config = self._config
+        here = "127.0.0.1"
+        port, metrics_port = choose_ports(here, 0, 2)
+        return Gateway(
+            ChildProcess(gateway_spec(here, port, metrics_port), self._folder.logs / "router.log"),
+            f"http://{here}:{port}",
+            deadlines=Deadlines(generate=config.rollout.timeout_s),
+            start_timeout_s=config.engine.start_timeout_s,
+            restarts=config.engine.restarts,
+            on_event=self._on_event,
+        )
 
     async def _make_engines(self, host: Host, model: Path) -> list[tuple[EngineClient, Process | None]]:
         config = self._config.engine
