@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ray_cluster import TwoNodes, actor_of, eventually, gone, leader, raylet_of
-from recipe_runs import SMALL, Shell, alive, records, wait_for
+from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -78,6 +78,7 @@ def test_an_engine_whose_node_is_lost_comes_back_on_another(cluster: TwoNodes, s
     assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
 
 
+@pytest.mark.gate
 def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
     cluster: TwoNodes, shell: Shell, tmp_path: Path
 ) -> None:
@@ -96,3 +97,14 @@ def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
     done = json.loads(shell.run("miles", "report", run, "--json"))["steps"]
     shell.run("miles-qwen3", "train", "--resume", run, "--steps", done + 2)
     assert records(run)[-1]["step"] == done + 2
+
+
+@pytest.mark.gate
+def test_a_cluster_that_a_run_started_for_itself_ends_with_it(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = started(shell, run, "--steps", 4000, "--runtime", "ray")
+    below = descendants(process.pid)
+    assert any("raylet" in command for command in below.values())
+    process.kill()
+    process.communicate()
+    eventually(lambda: not any(alive(pid) for pid in below))

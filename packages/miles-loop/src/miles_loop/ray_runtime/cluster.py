@@ -43,6 +43,7 @@ class Cluster:
         self._config = config
         self._on_event = on_event
         self._group: PlacementGroup | None = None
+        self._left = threading.Event()
 
     @property
     def group(self) -> PlacementGroup:
@@ -68,8 +69,10 @@ class Cluster:
                 _join(address)
             except Exception as error:  # noqa: BLE001 - main of a thread: every error is an answer
                 loop.call_soon_threadsafe(_tell, joined, error)
-            else:
-                loop.call_soon_threadsafe(_tell, joined, None)
+                return
+            loop.call_soon_threadsafe(_tell, joined, None)
+            # Linux ends a cluster that was started here with the thread that started it.
+            self._left.wait()
 
         # In a thread: it takes seconds, and in the main thread Ray would put its own handler of SIGTERM in the place of
         # the run's. Of its own: Ray may try for ever, and nobody waits for it at the end of the process.
@@ -124,6 +127,7 @@ class Cluster:
         if ray.is_initialized():
             await asyncio.to_thread(self._leave)
         self._group = None
+        self._left.set()
 
     def _leave(self) -> None:
         if self._group is not None:
