@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from loop_toy.recipe import RECIPE
 
-from miles_contracts import InvalidFieldError
+from miles_contracts import EngineUnavailableError, InvalidFieldError
 from miles_loop.arguments import config_for, parse
 from miles_loop.command import TRAIN_FLAGS
 from miles_loop.config import EngineConfig, RunConfig, TransportKind
 from miles_loop.runtime import engine_spec
-from miles_rollout.engine_identity import EngineKind
+from miles_loop.transports import BroadcastTransport, NotConnectedError
+from miles_rollout.engine_identity import EngineIdentity, EngineKind
 from miles_rollout.sglang_launch import SglangOptions
 
 
@@ -101,3 +102,19 @@ def test_an_unknown_engine_is_refused() -> None:
         config("--rollout.engine", "sglang", "--engine.sglang.tensor_paralel", "2")
     with pytest.raises(InvalidFieldError, match="must divide tensor_parallel 4"):
         config("--engine.sglang.tensor_parallel", "4", "--engine.sglang.expert_parallel", "3")
+
+
+async def test_an_sglang_that_dies_before_an_update_costs_itself_not_the_run() -> None:
+    class Gone:
+        url = "http://gone"
+
+        async def identify(self) -> EngineIdentity:
+            return EngineIdentity(kind=EngineKind.SGLANG, version="0.5.23")
+
+        async def server_info(self) -> dict[str, Any]:
+            raise EngineUnavailableError(self.url, "connection refused")
+
+    transport = BroadcastTransport(sender=None, flush=True)  # type: ignore[arg-type]
+    with pytest.raises(NotConnectedError, match="connection refused") as caught:
+        await transport.connect([Gone()])  # type: ignore[list-item]
+    assert caught.value.engine == "http://gone"

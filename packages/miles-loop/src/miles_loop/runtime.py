@@ -213,6 +213,9 @@ class LocalRuntime:
         """
         await self.fleet.wait_ready()
         await asyncio.gather(*(client.require_supported(routing=self._routing) for client in self._clients))
+        unseeded = [client.url for client in self._clients if not (await client.identify()).seeded]
+        if unseeded and self._config.pipeline_depth == 0:
+            self._on_event(f"{', '.join(unseeded)} does not heed seeds: this run cannot be repeated bit for bit")
 
     async def load(self, start: link.Start) -> int:
         """Wait until the trainer has its model and every engine answers; returns the trainer's version.

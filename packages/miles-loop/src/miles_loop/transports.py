@@ -120,7 +120,7 @@ class BroadcastTransport:
         """Form the group anew when other engines are in it, or when it was given up."""
         sizes = {}
         for client in clients:
-            sizes[client.url] = await self._sglang.ranks(client) if await _kind(client) is EngineKind.SGLANG else 1
+            sizes[client.url] = await self._ranks(client) if await _kind(client) is EngineKind.SGLANG else 1
         sglang = [c for c in clients if await _kind(c) is EngineKind.SGLANG]
         members = tuple(f"{url}#{rank}" for url, count in sizes.items() for rank in range(count))
         if members != self._members:
@@ -135,6 +135,12 @@ class BroadcastTransport:
             self._sglang.engine(client) if client in sglang else BroadcastEngine(client, self._group)
             for client in clients
         ]
+
+    async def _ranks(self, client: EngineClient) -> int:
+        try:
+            return await self._sglang.ranks(client)
+        except (EngineError, DeadlineExceededError) as error:
+            raise NotConnectedError(f"it does not say how many ranks it has: {error}", engine=client.url) from error
 
     async def _join(self, clients: Sequence[EngineClient], sizes: dict[str, int], offer: GroupOffer) -> None:
         rank = 1
