@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import pydoc_data.topics
@@ -116,33 +117,39 @@ async def run_server(engine: str, model: Path, *, full: bool, routing: bool) -> 
 
     client = EngineClient(engine, routing_layers=ROUTING_LAYERS)
     async with client, SessionServer(client, renderer, config) as server:
+        gc.freeze()  # as the command does: what is loaded stays, and need not be looked at again
         watch = asyncio.create_task(measure_lag())
-        before = os.times()
+        before = time.process_time()
         print(server.url.rpartition(":")[2], flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         watch.cancel()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         lags.sort()
-        cpu = os.times()
-        spent = cpu.user + cpu.system - before.user - before.system
-        print(
-            json.dumps(
-                {
-                    "peak_mib": peak / 1024,
-                    "lag_p99_ms": 1e3 * lags[int(0.99 * (len(lags) - 1))] if lags else 0.0,
-                    "cpu_s": spent,
-                }
-            ),
-            flush=True,
-        )
+        report = {
+            "peak_mib": peak / 1024,
+            "lag_p99_ms": 1e3 * lags[int(0.99 * (len(lags) - 1))] if lags else 0.0,
+            "cpu_s": time.process_time() - before,
+        }
+        print(json.dumps(report), flush=True)
+
+
+async def run_mock(output_ids: list[int], routing_bytes: int) -> None:
+    """Be the engine until stdin closes, then tell what it took."""
+    mock = asyncio.create_task(serve_mock(output_ids, routing_bytes, lambda port: print(port, flush=True)))
+    await asyncio.sleep(0)
+    before = time.process_time()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    print(json.dumps({"cpu_s": time.process_time() - before}), flush=True)
+    mock.cancel()
 
 
 @dataclass
 class Server:
-    """A running pair of session server and mock engine."""
+    """A running pair of session server and mock engine, and what they report at the end."""
 
     port: int
     report: dict[str, float]
+    mock: dict[str, float]
 
 
 @contextlib.contextmanager
@@ -163,9 +170,10 @@ def processes(model: Path, output_ids: list[int], *, full: bool = False, routing
     server = start("--role", "server", "--engine", engine, "--model", str(model), *flags)
     try:
         assert server.stdout is not None
-        running = Server(int(server.stdout.readline()), {})
+        running = Server(int(server.stdout.readline()), {}, {})
         yield running
         running.report = json.loads(server.communicate("", timeout=60)[0])
+        running.mock = json.loads(mock.communicate("", timeout=60)[0])
     finally:
         for process in (server, mock):
             process.kill()
@@ -236,13 +244,19 @@ def throughput(name: str, model: Path, texts: Texts, sessions: int, turns: int, 
     results = {}
     for full in (False, True):
         with processes(model, output, full=full, routing=routing) as server:
+            before = time.process_time()
             rate = asyncio.run(closed_loop(server.port, sessions, turns, 200, texts))
-        results[full] = rate, server.report
-    (ours, report), (theirs, _) = results[False], results[True]
+            load = time.process_time() - before
+        results[full] = rate, server, load
+    (ours, server, load), (theirs, _, _) = results[False], results[True]
+    spent = [1e3 * s / (sessions * turns) for s in (server.report["cpu_s"], server.mock["cpu_s"], load)]
+    # Two cores shared with other work give fewer turns; the processor time of a turn says what they give alone.
+    alone = 1e3 / max(spent[0], sum(spent) / 2)
     print(
         f"{name:<11} {sessions:>3} x {turns:<3} {ours:7.0f} turns/s  ({ours / REFERENCE[name]:.1f} x the reference's "
         f"{REFERENCE[name]:.0f}; {ours / theirs:.1f} x full rendering's {theirs:.0f})  "
-        f"server: {report['peak_mib']:.0f} MiB peak, {1e3 * report['cpu_s'] / (sessions * turns):.2f} ms CPU a turn"
+        f"server: {server.report['peak_mib']:.0f} MiB peak\n{'':<22}CPU a turn: server {spent[0]:.2f} ms, "
+        f"mock engine {spent[1]:.2f} ms, load {spent[2]:.2f} ms; two idle cores give at most {alone:.0f} turns/s"
     )
 
 
@@ -283,7 +297,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "mock":
-        asyncio.run(serve_mock(json.loads(options.ids), options.routing, lambda port: print(port, flush=True)))
+        asyncio.run(run_mock(json.loads(options.ids), options.routing))
         return
     if options.role == "server":
         asyncio.run(run_server(options.engine, options.model, full=options.full, routing=bool(options.routing)))

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import msgspec
 
 _LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
-_RID = re.compile(rb'"rid":"([^"]+)"')
+_ROWS_FROM = re.compile(rb'"routed_experts_start_len":(\d+)')
+_RID = b'"rid":"'
 
 
 class MockEngine(asyncio.Protocol):
@@ -41,6 +42,8 @@ class MockEngine(asyncio.Protocol):
         self._routing_bytes = routing_bytes
         self._routes = b""
         self._buffer = bytearray()
+        self._path = b""  # of a request whose body is awaited
+        self._need = 1  # bytes until there is something to do
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -50,29 +53,34 @@ class MockEngine(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        while True:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            found = _LENGTH.search(self._buffer, 0, end)
-            size = int(found.group(1)) if found else 0
-            if len(self._buffer) < end + 4 + size:
-                return
-            path = bytes(self._buffer[: self._buffer.find(b"\r\n")])
-            body = bytes(self._buffer[end + 4 : end + 4 + size])
-            del self._buffer[: end + 4 + size]
-            self._answer(path, body)
+        while len(self._buffer) >= self._need:
+            if self._path == b"":
+                end = self._buffer.find(b"\r\n\r\n")
+                if end < 0:
+                    return
+                head = bytes(self._buffer[:end])
+                del self._buffer[: end + 4]
+                found = _LENGTH.search(head)
+                self._path, self._need = head[: head.find(b"\r\n")], int(found.group(1)) if found else 0
+            else:
+                path, body = self._path, bytes(self._buffer[: self._need])
+                del self._buffer[: self._need]
+                self._path, self._need = b"", 1
+                self._answer(path, body)
 
     def _answer(self, path: bytes, body: bytes) -> None:
         assert self._transport is not None
         if b"/generate" not in path:
             payload = b"{}"
         else:
-            rid = _RID.search(body)
-            parts = [self._head, b',"id":"', rid.group(1) if rid else b"x", b'"']
+            # What is looked for stands behind the ids: a search from the end does not read those.
+            named = body.rfind(_RID) + len(_RID)
+            parts = [self._head, b',"id":"', body[named : body.index(b'"', named)], b'"']
             if self._routing_bytes:
                 start = body.index(b'"input_ids":[')
-                rows = body.count(b",", start, body.index(b"]", start)) + self._new
+                end = body.index(b"]", start)
+                skipped = _ROWS_FROM.search(body, end)
+                rows = body.count(b",", start, end) + self._new - (int(skipped.group(1)) if skipped else 0)
                 parts += [b',"routed_experts":"', self._routing(rows), b'"']
             payload = b"".join([*parts, b"}}"])
         head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(payload)

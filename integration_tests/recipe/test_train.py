@@ -76,12 +76,20 @@ def test_reasoning_gym_family_by_name(shell: Shell, tmp_path: Path) -> None:
     assert "eval/letter_counting/reward" in records(run)[-1]
 
 
-def test_game_of_several_turns_through_the_session_server(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["guess", "trail"])
+def test_game_of_several_turns_through_the_session_server(shell: Shell, tmp_path: Path, task: str) -> None:
     run = tmp_path / "run"
-    shell.run("miles-qwen3", "train", "--task", "guess", "--run-dir", run, "--steps", 3, *SMALL)
+    shell.run("miles-qwen3", "train", "--task", task, "--run-dir", run, "--steps", 3, *SMALL)
     found = records(run)
-    assert "eval/guess/reward" in found[-1]
+    assert f"eval/{task}/reward" in found[-1]
     assert all(r["rollout/token_mismatches"] == 0 for r in found[1:])
+    sessions = json.loads(shell.run("miles", "report", run, "--json"))["sessions"]
+    assert sessions["tokens_audited"] >= sum(r["rollout/tokens_trained"] for r in found[1:]) > 0
+    assert (sessions["mismatches"], sessions["branches"], sessions["abandoned_turns"]) == (0, 0, 0)
+    assert set(sessions["repairs"].values()) == {0}
+    shown = shell.run("miles", "report", run)
+    assert f"{sessions['tokens_audited']:,}, mismatches 0" in shown
+    assert "repairs" in shown
 
 
 @pytest.mark.gate
@@ -104,6 +112,19 @@ def test_the_game_of_several_turns_is_learnt(shell: Shell, tmp_path: Path) -> No
     report = json.loads(shell.run("miles", "report", run, "--json"))
     assert report["eval_last"] >= report["eval_first"] + 0.25
     assert report["token_mismatches"] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_game_of_tool_calls_is_learnt_on_held_out_trails(shell: Shell, tmp_path: Path, seed: int) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--task", "trail", "--seed", seed, "--run-dir", run, timeout=880)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    assert report["eval_first"] == 0.0
+    assert report["eval_last"] >= 0.2
+    assert report["sessions"]["tokens_audited"] >= report["tokens_trained"]
+    assert (report["token_mismatches"], report["sessions"]["mismatches"]) == (0, 0)
 
 
 @pytest.mark.gate

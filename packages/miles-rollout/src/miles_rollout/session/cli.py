@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -166,6 +167,7 @@ async def serve(options: argparse.Namespace, config: SessionConfig, token: str |
             f"{'token' if token else 'no token'}); open one with POST {server.url}/sessions",
             flush=True,
         )
+        gc.freeze()  # what is loaded by now stays: the collector need not look at it again and again
         await stop.wait()
 
 
