@@ -14,7 +14,6 @@ from weight_trainer import Trainer
 
 from miles_contracts import InvalidFieldError, PauseMode, SamplingParams, WeightUpdateError
 from miles_loop.senders import make_sender
-from miles_loop.sglang_weights import PARTIAL
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import BroadcastTransport, LocalTransport
 from miles_rollout.engine_client import EngineClient
@@ -109,7 +108,7 @@ async def test_an_overwritten_sglang_serves_again_only_after_a_whole_update(
     ids, logprobs = await greedy(embedded)
     assert ids == before[0]
     np.testing.assert_allclose(logprobs, before[1], atol=2e-5)
-    assert str((await sglang.server_info())["weight_version"]).startswith(PARTIAL)
+    assert await sglang.weight_version() is None  # as the server itself says: it is between two versions
     with pytest.raises(WeightUpdateError, match="must not serve"):
         await (await transport.connect(engines))[0].resume()
     # A driver that comes later knows as much from the engine itself, and finds the way out.

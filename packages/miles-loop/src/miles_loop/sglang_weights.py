@@ -77,6 +77,7 @@ class SglangEngine(EngineProxy):
         super().__init__(client)
         self._client, self._fleet = client, fleet
         self._overwritten = False
+        self._session = False
         self._open: tuple[str, WeightManifest] | None = None
         self._committed = ""
 
@@ -106,6 +107,7 @@ class SglangEngine(EngineProxy):
                 raise
             await self._client.close_weight_update()
             await self._client.open_weight_update()
+        self._session = True
         self._open = (update_id, manifest)
 
     async def load_bucket(self, bucket: Any) -> None:
@@ -133,7 +135,7 @@ class SglangEngine(EngineProxy):
         if self._committed == update_id:
             return
         manifest = self._require(update_id)
-        await self._client.close_weight_update()
+        await self._close_session()
         body = {"new_version": str(manifest.version), "abort_all_requests": False}
         await self._client.weight_call("/update_weight_version", body, f"version {manifest.version}")
         self._open, self._committed, self._overwritten = None, update_id, False
@@ -146,9 +148,15 @@ class SglangEngine(EngineProxy):
         """
         if self._open is not None and self._open[0] == update_id:
             self._open = None
-            await self._client.close_weight_update()
+            await self._close_session()
         if self._overwritten or self._committed == update_id:
             raise WeightUpdateError("SGLang cannot go back: the old weights are overwritten", engine=self.url)
+
+    async def _close_session(self) -> None:
+        """Once, also when what comes after it is repeated."""
+        if self._session:
+            await self._client.close_weight_update()
+            self._session = False
 
     def _require(self, update_id: str) -> WeightManifest:
         if self._open is None or self._open[0] != update_id:

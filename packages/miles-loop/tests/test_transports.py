@@ -1,0 +1,290 @@
+"""What engines are told by each transport, and what an SGLang that was overwritten may still do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from miles_contracts import (
+    EngineError,
+    EngineUnavailableError,
+    InvalidFieldError,
+    PauseMode,
+    ShmTensor,
+    TensorSpec,
+    WeightManifest,
+    WeightUpdateError,
+)
+from miles_loop.sglang_weights import PARTIAL
+from miles_loop.transports import (
+    PEER_GROUP,
+    BroadcastTransport,
+    LocalTransport,
+    NotConnectedError,
+    PeerTransport,
+)
+from miles_rollout.engine_identity import EngineIdentity, EngineKind
+from miles_sync.messages import BroadcastBucket, GroupOffer, PeerBucket, Written
+
+SPECS = tuple(TensorSpec(name=n, dtype="float32", shape=(2,), digest=f"xxh3_128:{n}") for n in "ab")
+MANIFEST = WeightManifest(version=7, tensors=SPECS)
+
+
+class Client:
+    """An engine that writes down what it is told, and refuses what it is told to refuse."""
+
+    def __init__(self, url: str, kind: EngineKind = EngineKind.EMBEDDED, **info: int) -> None:
+        self.url = self.address = url
+        self.kind, self.info = kind, info
+        self.calls: list[tuple[str, Mapping[str, Any]]] = []
+        self.refuse: dict[str, Exception] = {}
+        self.checksums = {"w": "1"}
+        self.version: str = "0"
+        self.session = False
+
+    def said(self, path: str) -> list[Mapping[str, Any]]:
+        return [body for called, body in self.calls if called == path]
+
+    async def identify(self) -> EngineIdentity:
+        if "identify" in self.refuse:
+            raise self.refuse["identify"]
+        return EngineIdentity(kind=self.kind, version="0.5.23")
+
+    async def server_info(self) -> dict[str, int]:
+        return self.info
+
+    async def weight_call(self, path: str, body: Mapping[str, Any], what: str) -> dict[str, Any]:
+        self.calls.append((path, body))
+        if path in self.refuse:
+            raise self.refuse[path]
+        if path == "/update_weight_version":
+            self.version = str(body["new_version"])
+        elif "weight_version" in body:
+            self.version = str(body["weight_version"])
+        return {"success": True, "address": f"at {self.url}"}
+
+    async def weight_version(self) -> int | None:
+        return int(self.version) if self.version.isdigit() else None
+
+    async def weight_checksums(self) -> dict[str, str]:
+        return self.checksums
+
+    async def leave_weight_group(self, name: str) -> None:
+        self.calls.append(("leave", {"group_name": name}))
+
+    async def open_weight_update(self) -> None:
+        if self.session:
+            raise EngineError(self.url, "a weight-update session is already open; call end_weight_update() first", 400)
+        self.session = True
+
+    async def close_weight_update(self) -> None:
+        if not self.session:
+            raise EngineError(self.url, "no weight-update session is open", 400)
+        self.session = False
+
+    async def resume(self) -> None:
+        self.calls.append(("resume", {}))
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+
+class Sender:
+    """A trainer that writes down who receives."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[tuple[str, ...], bool]] = []
+
+    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer:
+        self.told.append((tuple(receivers), split))
+        group = f"g{len(self.told)}"
+        return GroupOffer(group=group, host="trainer", port=5, size=len(receivers) + 1, backend="gloo", timeout_s=9)
+
+
+def bucket(index: int = 0, *, last: bool = False) -> BroadcastBucket:
+    placed = tuple(ShmTensor(spec=spec, offset=8 * i) for i, spec in enumerate(SPECS))
+    return BroadcastBucket(
+        group="g1",
+        host="trainer",
+        port=5,
+        receivers=("e",),
+        num_bytes=16,
+        tensors=placed,
+        update_id="u",
+        index=index,
+        last=last,
+    )
+
+
+def sglang(url: str = "http://s", **info: int) -> Client:
+    return Client(url, EngineKind.SGLANG, **info)
+
+
+async def connected(transport: Any, *clients: Client) -> list[Any]:
+    return list(await transport.connect(list(clients)))
+
+
+async def test_a_group_is_formed_once_and_anew_when_its_members_change() -> None:
+    sender, a, b = Sender(), Client("http://a"), Client("http://b")
+    transport = BroadcastTransport(sender)
+    await connected(transport, a, b)
+    await connected(transport, a, b)
+    assert sender.told == [(("http://a#0", "http://b#0"), True)]
+    joins = [client.said("/init_weights_update_group") for client in (a, b)]
+    assert [[j["rank_offset"] for j in joined] for joined in joins] == [[1], [2]]
+    assert joins[0][0] | {"rank_offset": 0} == {
+        "master_address": "trainer",
+        "master_port": 5,
+        "rank_offset": 0,
+        "world_size": 3,
+        "group_name": "g1",
+        "backend": "gloo",
+        "timeout_s": 9,
+    }
+    await connected(transport, a)
+    assert sender.told[1:] == [(("http://a#0",), True)]
+    assert a.said("leave") == [{"group_name": "g1"}]
+    transport.reset()
+    await connected(transport, a)
+    assert len(sender.told) == 3
+
+
+async def test_an_engine_that_does_not_join_is_named_and_the_next_attempt_starts_over() -> None:
+    sender, a, b = Sender(), Client("http://a"), Client("http://b")
+    b.refuse["/init_weights_update_group"] = EngineUnavailableError("http://b", "dead")
+    transport = BroadcastTransport(sender)
+    with pytest.raises(NotConnectedError, match="did not join") as caught:
+        await connected(transport, a, b)
+    assert caught.value.engine == "http://b"
+    await connected(transport, a)
+    assert len(sender.told) == 2
+    a.refuse["identify"] = EngineUnavailableError("http://a", "dead")
+    with pytest.raises(NotConnectedError, match="does not say what it is"):
+        await connected(LocalTransport(), a)
+
+
+async def test_the_tensor_parallel_ranks_of_sglang_are_members_and_take_whole_tensors() -> None:
+    sender = Sender()
+    a, s, b = Client("http://a"), sglang(tp_size=4), Client("http://b")
+    await connected(BroadcastTransport(sender), a, s, b)
+    assert len(sender.told[0][0]) == 6
+    assert sender.told[0][1] is False
+    offsets = [c.said("/init_weights_update_group")[0]["rank_offset"] for c in (a, s, b)]
+    assert offsets == [1, 2, 6]
+    with pytest.raises(WeightUpdateError, match="dp_size = 2"):
+        await connected(BroadcastTransport(sender), sglang(dp_size=2))
+
+
+async def test_an_embedded_engine_is_told_the_digests_and_which_bucket_is_the_last() -> None:
+    client = Client("http://a")
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.load_bucket(bucket(3, last=True))
+    assert client.said("/update_weights_from_distributed") == [
+        {
+            "group_name": "g1",
+            "names": ["a", "b"],
+            "dtypes": ["float32", "float32"],
+            "shapes": [[2], [2]],
+            "load_format": "flattened_bucket",
+            "digests": ["xxh3_128:a", "xxh3_128:b"],
+            "update_id": "u",
+            "index": 3,
+            "last": True,
+        }
+    ]
+
+
+async def test_peers_are_asked_for_their_memory_and_the_trainer_is_told() -> None:
+    sender, a, b = Sender(), Client("http://10.0.0.1:5"), Client("http://10.0.0.2:5")
+    transport = PeerTransport(sender, "miles_tcp", 30)
+    engines = await connected(transport, a, b)
+    await connected(transport, a, b)
+    assert sender.told == [(("at http://10.0.0.1:5", "at http://10.0.0.2:5"), False)]
+    asked = b.said("/init_weights_update_group")[0]
+    assert (asked["master_address"], asked["rank_offset"], asked["world_size"]) == ("10.0.0.2", 2, 3)
+    await engines[0].load_bucket(PeerBucket(update_id="u", index=1, written=(Written(transfer=4, digest="d"),)))
+    assert a.said("/update_weights_from_distributed") == [
+        {"group_name": PEER_GROUP, "update_id": "u", "index": 1, "written": ({"transfer": 4, "digest": "d"},)}
+    ]
+    for other in (transport, LocalTransport()):
+        with pytest.raises(InvalidFieldError, match=r"sync\.transport.*broadcast or disk"):
+            await connected(other, sglang())
+
+
+async def test_sglang_has_a_version_only_before_the_first_bucket_and_after_the_commit() -> None:
+    client = sglang()
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.begin_weight_update("u", MANIFEST)
+    assert await engine.weight_version() == 0
+    await engine.load_bucket(bucket(0))
+    assert client.version == f"{PARTIAL}u"
+    assert await engine.weight_version() is None
+    with pytest.raises(WeightUpdateError, match="must not serve"):
+        await engine.resume()
+    await engine.load_bucket(bucket(1, last=True))
+    flushes = [body["flush_cache"] for body in client.said("/update_weights_from_distributed")]
+    assert flushes == [False, True]
+    await engine.commit_weight_update("u")
+    await engine.commit_weight_update("u")
+    assert (await engine.weight_version(), client.session) == (7, False)
+    assert len(client.said("/update_weight_version")) == 1
+    await engine.resume()
+    assert client.said("resume") == [{}]
+
+
+async def test_sglang_goes_back_before_the_first_bucket_and_never_after_it() -> None:
+    client = sglang()
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.begin_weight_update("u", MANIFEST)
+    await engine.rollback_weight_update("u")
+    await engine.resume()
+    assert not client.session
+    await engine.begin_weight_update("v", MANIFEST)
+    with pytest.raises(WeightUpdateError, match="was not begun"):
+        await engine.load_bucket(bucket())
+    await engine.rollback_weight_update("v")
+    await engine.begin_weight_update("u", MANIFEST)
+    client.refuse["/update_weights_from_distributed"] = EngineError("http://s", "no such group", 400)
+    with pytest.raises(EngineError, match="no such group"):
+        await engine.load_bucket(bucket())
+    # It may have taken part or not: from here on it counts as overwritten, and the others must not wait for it.
+    assert client.said("leave") == [{"group_name": "g1"}]
+    with pytest.raises(WeightUpdateError, match="cannot go back"):
+        await engine.rollback_weight_update("u")
+    with pytest.raises(WeightUpdateError, match="must not serve"):
+        await engine.resume()
+
+
+async def test_a_commit_whose_answer_was_lost_is_repeated_to_its_end() -> None:
+    client = sglang()
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.begin_weight_update("u", MANIFEST)
+    await engine.load_bucket(bucket(0, last=True))
+    client.refuse["/update_weight_version"] = EngineUnavailableError("http://s", "no answer")
+    with pytest.raises(EngineUnavailableError):
+        await engine.commit_weight_update("u")
+    client.refuse.clear()
+    assert await engine.weight_version() is None
+    await engine.commit_weight_update("u")
+    assert await engine.weight_version() == 7
+
+
+async def test_a_session_that_somebody_left_open_is_closed_first() -> None:
+    client = sglang()
+    client.session = True
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.begin_weight_update("u", MANIFEST)
+    assert client.session
+
+
+async def test_sglang_engines_that_hold_different_weights_are_named_before_anybody_commits() -> None:
+    first, second = sglang("http://s1"), sglang("http://s2")
+    engines = await connected(BroadcastTransport(Sender()), first, second)
+    second.checksums = {"w": "2"}
+    for engine in engines:
+        await engine.begin_weight_update("u", MANIFEST)
+    await engines[0].load_bucket(bucket(0, last=True))
+    with pytest.raises(WeightUpdateError, match="checksum is 2, 1 on http://s1") as caught:
+        await engines[1].load_bucket(bucket(0, last=True))
+    assert (caught.value.engine, caught.value.tensor) == ("http://s2", "w")
