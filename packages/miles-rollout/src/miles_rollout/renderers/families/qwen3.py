@@ -77,7 +77,7 @@ class Qwen3NextRenderer(Qwen3Renderer):
 
     name: ClassVar[str] = "qwen3_next"
     models: ClassVar[str] = "Qwen3-Next, Qwen3 2507 (Thinking and Instruct)"
-    checked: ClassVar[str] = ""
+    checked: ClassVar[str] = "templates in miles-tito-tokenizers (Thinking) and trl (Instruct 2507)"
 
     @property
     def thinks(self) -> bool:
