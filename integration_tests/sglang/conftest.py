@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "recipe")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipe"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from recipe_runs import Shell
-from server import free_port, sglang_server
+from server import embedded_engine, sglang_server
 from sglang_models import EXPERTS, LAYERS, TOP_K, write_dense, write_moe
 
 
@@ -37,34 +33,6 @@ class Served:
     sglang: str
     embedded: str
     sizes: dict[str, int]
-
-
-@contextmanager
-def embedded_engine(model: Path, log: Path) -> Iterator[str]:
-    """The URL of an embedded engine in a process of its own."""
-    port = free_port()
-    command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(model), "--weight-version", "0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"the engine ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Starts a real SGLang server on the CPU, in the environment that `nox -s sglang` makes."""
+"""Starts engines: a real SGLang on the CPU, in the environment that `nox -s sglang` makes, and an embedded one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -65,14 +66,31 @@ def sglang_server(model: Path, log: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
+@contextmanager
+def embedded_engine(model: Path, log: Path) -> Iterator[str]:
+    """The URL of a ready embedded engine for `model`, in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(model), "--weight-version", "0"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        _wait_ready(process, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"SGLang ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+            raise RuntimeError(f"the engine ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError(f"SGLang was not ready after {READY_SECONDS} s:\n{log.read_text()[-3000:]}")
+    raise RuntimeError(f"the engine was not ready after {READY_SECONDS} s:\n{log.read_text()[-3000:]}")
