@@ -100,6 +100,32 @@ def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
 
 
 @pytest.mark.gate
+def test_a_run_whose_trainers_node_is_lost_goes_back_to_its_checkpoint_by_itself(
+    cluster: TwoNodes, shell: Shell, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    where = ("--runtime.ray.placement", "spread", "--runtime.ray.engine_resources.head", 1)
+    options = ("--runtime", "ray", "--address", cluster.address, *where)
+    process = started(shell, run, "--steps", 4000, "--checkpoint-every", 1, *options)
+    lost = raylet_of(run / "logs" / "trainer.log")
+    cluster.lose_other()
+    wait_for(lambda: said(run, r"going back to \S+step_\d+"), process)
+    back = said(run, r"going back to \S+step_(\d+)")
+    assert back is not None
+    assert "trainer was lost with its node" in (run / "logs" / "driver.log").read_text()
+    wait_for(lambda: records(run) and records(run)[-1]["step"] >= int(back[1]) + 2, process)
+    assert raylet_of(run / "logs" / "trainer.log") != lost
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, out + err
+    steps = [record["step"] for record in records(run)]
+    assert steps == list(range(len(steps))), "no step is missing, none is there twice"
+    trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]
+    assert len(trained) == len(set(trained))
+    assert gone(run)
+
+
+@pytest.mark.gate
 def test_a_cluster_that_a_run_started_for_itself_ends_with_it(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = started(shell, run, "--steps", 4000, "--runtime", "ray")

@@ -162,9 +162,11 @@ async def test_a_broken_connection_has_a_name() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     lost = TrainerClient(ours, 5)
+    assert not lost.gone
     with pytest.raises(RunError) as caught:
         await lost.start(START, 5)
     assert caught.value.reason == "trainer_gone"
+    assert lost.gone
     await lost.stop()
 
 

@@ -41,6 +41,9 @@ class HostedTrainer:
 class Host(Protocol):
     """Makes the processes of one run."""
 
+    notice_s: float
+    """How long it may take until the end of a process is known: a broken connection is noticed before."""
+
     async def open(self, *, engines: int, trainer: bool) -> None:
         """Find room for so many engines, and for the trainer when there is to be one."""
 
@@ -65,6 +68,8 @@ class LocalHost:
         address: that the engines listen on.
         port: first port, 0 for free ones.
     """
+
+    notice_s = 2.0
 
     def __init__(self, logs: Path, address: str, port: int) -> None:
         self._logs = logs

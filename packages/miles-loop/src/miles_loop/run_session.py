@@ -22,7 +22,7 @@ from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import GONE_GRACE_S, TRAINER, LocalRuntime, lost_trainer, start_message
+from miles_loop.runtime import TRAINER, LocalRuntime, start_message
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
@@ -219,11 +219,11 @@ class RunSession:
         trainer_died = asyncio.ensure_future(runtime.trainer_died())
         try:
             await asyncio.wait((loop, trainer_died, runtime.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
-            if loop.done() and not lost_trainer(loop):
+            if loop.done() and not runtime.trainer.gone:
                 return loop.result()
             # A broken connection is noticed before the dead process is: its death is the better reason.
             await asyncio.wait(
-                (trainer_died, runtime.fleet.failed), timeout=GONE_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                (trainer_died, runtime.fleet.failed), timeout=runtime.notice_s, return_when=asyncio.FIRST_COMPLETED
             )
             if trainer_died.done():
                 raise trainer_died.result()

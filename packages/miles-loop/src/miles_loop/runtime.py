@@ -18,7 +18,7 @@ from miles_contracts import InvalidFieldError, PauseMode
 from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
 from miles_loop.config import EngineConfig, RouterKind, RunConfig, RuntimeKind
-from miles_loop.errors import ProcessDiedError, RunError
+from miles_loop.errors import ProcessDiedError
 from miles_loop.fleet import Fleet, choose_ports
 from miles_loop.gateway import Gateway, gateway_spec, require_router
 from miles_loop.hosts import Host, LocalHost
@@ -33,8 +33,6 @@ from miles_rollout.engine_identity import EngineKind
 
 TRAINER = "trainer"
 """Name of the trainer process."""
-GONE_GRACE_S = 2.0
-"""How long to wait for a dead process to be reaped, so that the error names it."""
 
 
 def engine_spec(
@@ -233,9 +231,9 @@ class LocalRuntime:
                 done, _ = await asyncio.wait({*waiting, died}, return_when=asyncio.FIRST_COMPLETED)
                 if died in done:
                     raise died.result()
-                if trainer in done and lost_trainer(trainer):
+                if trainer in done and self.trainer.gone:
                     # A broken connection is noticed before the dead process is: its death is the better reason.
-                    await asyncio.wait((died,), timeout=GONE_GRACE_S)
+                    await asyncio.wait((died,), timeout=self.notice_s)
                     if died.done():
                         raise died.result()
                 for task in done:
@@ -253,6 +251,11 @@ class LocalRuntime:
         if address is None:
             return start
         return msgspec.structs.replace(start, sender=msgspec.structs.replace(start.sender, host=address))
+
+    @property
+    def notice_s(self) -> float:
+        """How long it may take until the end of a process is known."""
+        return self._host.notice_s if self._host is not None else 0.0
 
     async def trainer_died(self) -> ProcessDiedError:
         """Wait until the trainer process ends by itself."""
@@ -272,11 +275,3 @@ class LocalRuntime:
         await asyncio.gather(*stopping)
         if self._host is not None:
             await self._host.close()
-
-
-def lost_trainer(task: asyncio.Future[Any]) -> bool:
-    """Whether a task ended because the connection to the trainer broke."""
-    if not task.done() or task.cancelled():
-        return False
-    error = task.exception()
-    return isinstance(error, RunError) and error.reason == "trainer_gone"

@@ -59,6 +59,8 @@ class TrainerClient:
         self._lock = asyncio.Lock()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self.gone = False
+        """Whether the connection broke: whatever fails from then on, the end of the trainer process is behind it."""
 
     async def start(self, request: link.Start, deadline_s: float) -> int:
         """Load the model; returns its version."""
@@ -161,6 +163,7 @@ class TrainerClient:
             except TimeoutError:
                 raise DeadlineExceededError(waited_for, seconds, "raise runtime.step_timeout_s") from None
             except (ConnectionError, asyncio.IncompleteReadError) as error:
+                self.gone = True
                 raise RunError("trainer_gone", "the trainer process closed its connection") from error
 
     async def _send_and_receive(self, request: link.Request) -> link.Reply:

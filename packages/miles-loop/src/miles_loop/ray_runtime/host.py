@@ -39,6 +39,8 @@ class RayHost:
         on_event: told, in words, what is waited for.
     """
 
+    notice_s = 60.0  # Ray calls a node dead after several missed health checks, by default some 20 s
+
     def __init__(self, config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None]) -> None:
         _check(config)
         self._config = config
