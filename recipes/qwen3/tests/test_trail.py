@@ -69,7 +69,7 @@ def follows(prompt: str) -> str:
     return f"<tool_call>\n{trail.CALLS[note]}\n</tool_call>"
 
 
-@pytest.mark.parametrize("label", ["3c", "05f", "51a"])
+@pytest.mark.parametrize("label", ["c", "3c", "05f", "51a"])
 async def test_who_reads_the_notes_wins(renderer: Renderer, label: str) -> None:
     async with served(renderer, follows) as url:
         result = await play(url, task(label), SamplingParams(max_new_tokens=16), {"api_key": "none"})
@@ -121,7 +121,7 @@ def test_nearer_is_worth_more() -> None:
     assert closeness([], wanted) == 0.0
 
 
-@pytest.mark.parametrize("label", [None, "", "c", "3", "33", "9c", 3])
+@pytest.mark.parametrize("label", [None, "", "cc", "3", "33", "9c", 3])
 async def test_a_task_without_a_trail_is_refused(label: Any) -> None:
     with pytest.raises(InvalidFieldError, match="label"):
         await play("http://unused", task(label), SamplingParams(), {"api_key": "none"})
@@ -132,7 +132,8 @@ def test_files_are_what_the_generator_writes_and_nothing_held_out_is_trained(tmp
     for name in (trail.TRAIN_FILE, trail.HELD_OUT_FILE):
         assert data_file(name).read_bytes() == (tmp_path / name).read_bytes()
     train, held_out = trail.trails()
-    assert not set(train) & set(held_out)
+    assert not set(trail.training_games()) & set(held_out)
+    assert set(trail.training_games()) == {*train, *trail.LETTERS}
     assert len(held_out) == trail.HELD_OUT == RECIPE.task_named("trail").overrides["task"]["eval_size"]
     assert {len(t) for t in train} == {len(t) for t in held_out} == {2, 3}
 

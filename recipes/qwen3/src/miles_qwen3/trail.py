@@ -4,6 +4,9 @@ The player is told where to start. The note at a place, read by calling the tool
 last note is a letter: the box of that letter has to be opened with the tool `open`. Every call needs what the last one
 has answered, so the game is won only by a policy that reads the results of its calls; they are OpenAI tool calls in
 Qwen3's own form. `python -m miles_qwen3.trail FOLDER` writes the problems: 168 trails for training, 48 held out.
+
+Some training games start at a letter and take one call. Without them a policy that starts at random has unlearnt the
+second tool by the time it gets as far as the end of a trail.
 """
 
 from __future__ import annotations
@@ -50,6 +53,12 @@ def trails() -> tuple[list[str], list[str]]:
     return everything[HELD_OUT:], everything[:HELD_OUT]
 
 
+def training_games() -> list[str]:
+    """The training trails, and games of the letter alone; the shorter ones repeated, to be met as often."""
+    train, _ = trails()
+    return [*(12 * LETTERS), *(trail for trail in train for _ in range(3 if len(trail) == 2 else 1))]
+
+
 def lines(games: Iterable[str], *, all_or_nothing: bool = False) -> str:
     """JSONL, one game a line."""
     more = {"metadata": {"all_or_nothing": True}} if all_or_nothing else {}
@@ -58,8 +67,8 @@ def lines(games: Iterable[str], *, all_or_nothing: bool = False) -> str:
 
 def write_files(folder: Path) -> None:
     """Write training and held-out games."""
-    train, held_out = trails()
-    (folder / TRAIN_FILE).write_text(lines(train))
+    _, held_out = trails()
+    (folder / TRAIN_FILE).write_text(lines(training_games()))
     (folder / HELD_OUT_FILE).write_text(lines(held_out, all_or_nothing=True))
 
 

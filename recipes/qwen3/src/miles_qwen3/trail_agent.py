@@ -68,6 +68,6 @@ def closeness(said: Sequence[str], wanted: Sequence[str]) -> float:
 
 def _trail_of(task: Task) -> str:
     trail = task.label
-    if not isinstance(trail, str) or not re.fullmatch(f"[{PLACES}]+[{LETTERS}]", trail):
+    if not isinstance(trail, str) or not re.fullmatch(f"[{PLACES}]*[{LETTERS}]", trail):
         raise InvalidFieldError("label", trail, f"a trail is places out of {PLACES}, then a letter out of {LETTERS}")
     return trail
