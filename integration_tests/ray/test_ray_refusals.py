@@ -11,8 +11,12 @@ from ray_cluster import TwoNodes, gone
 from recipe_runs import SMALL, Shell
 
 from miles_contracts import InvalidFieldError
+from miles_loop.arguments import config_for, parse
+from miles_loop.ray_runtime.host import RayHost
 from miles_loop.ray_runtime.supervisor import Place
 from miles_loop.ray_runtime.visibility import require_shared_memory, require_visible
+from miles_loop.run_folder import RunFolder
+from miles_qwen3.recipe import RECIPE
 
 pytestmark = pytest.mark.ray
 
@@ -32,6 +36,12 @@ def test_addresses_that_cannot_be_joined(shell: Shell) -> None:
 def test_addresses_of_engines_are_not_for_the_user_to_choose(cluster: TwoNodes, shell: Shell) -> None:
     assert "engine.host" in refused(shell, *cluster.options, "--engine.host", "10.0.0.1")
     assert "engine.port" in refused(shell, *cluster.options, "--engine.port", 30000)
+
+
+def test_a_router_that_cannot_follow_engines_is_refused(tmp_path: Path) -> None:
+    config = config_for(RECIPE, parse(["--runtime", "ray", "--engine.router", "sglang"], ()))
+    with pytest.raises(InvalidFieldError, match="they may move"):
+        RayHost(config, RunFolder(tmp_path), tmp_path, print)
 
 
 def test_a_cluster_without_room_ends_the_run_by_name(cluster: TwoNodes, shell: Shell, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import PeerBackendKind, RunConfig, TransportKind
+from miles_loop.config import PeerBackendKind, RouterKind, RunConfig, TransportKind
 from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, TrainerSpec
 from miles_loop.processes import ProcessSpec
 from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
@@ -167,6 +167,12 @@ def _check(config: RunConfig) -> None:
     if config.engine.port:
         raise InvalidFieldError(
             "engine.port", config.engine.port, "on a Ray cluster a free port of the engine's node is taken; leave out"
+        )
+    if config.engine.router is RouterKind.SGLANG:
+        raise InvalidFieldError(
+            "engine.router",
+            config.engine.router.value,
+            "it knows engines by the addresses of their first start, and on a Ray cluster they may move; use own",
         )
 
 
