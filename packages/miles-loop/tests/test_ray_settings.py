@@ -79,6 +79,21 @@ def test_one_bundle_an_actor_the_trainers_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ((), {"trainer": 0, "engine-0": 0}),
+        (("--engine.kind", "sglang", "--engine.sglang.device", "cpu"), {"trainer": 0, "engine-0": 0}),
+        (("--engine.kind", "sglang", "--engine.sglang.tensor_parallel", "4"), {"trainer": 1, "engine-0": 4}),
+        (("--engine.kind", "sglang", "--trainer.device", "cpu"), {"trainer": 0, "engine-0": 1}),
+        (("--trainer.device", "cuda:0"), {"trainer": 1, "engine-0": 0}),
+        (("--trainer.device", "cuda", "--runtime.ray.trainer_gpus", "0"), {"trainer": 0, "engine-0": 0}),
+    ],
+)
+def test_gpus_follow_from_the_target(words: tuple[str, ...], gpus: dict[str, int]) -> None:
+    assert {b.name: b.gpus for b in plan(config(*words), engines=1, trainer=True)} == gpus
+
+
+@pytest.mark.parametrize(
     ("placement", "bundles", "nodes", "says"),
     [
         ("pack", [(1, 1)], [{"CPU": 4.0}], "no node has 1 CPU, 1 GPU for b0; the nodes have 4 CPU"),

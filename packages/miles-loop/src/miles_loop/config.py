@@ -394,14 +394,14 @@ class RayConfig(Section):
     node for each)."""
     trainer_cpus: Annotated[float, Field(gt=0)] | None = None
     """CPUs of the trainer's actor; default: `runtime.trainer_threads`."""
-    trainer_gpus: NonNegative = 0
-    """GPUs of the trainer's actor."""
+    trainer_gpus: NonNegative | None = None
+    """GPUs of the trainer's actor; default: 1 when `trainer.device` is a GPU, or may be one and engines have GPUs."""
     trainer_resources: dict[str, float] = {}
     """Custom resources of the trainer's actor, for example `--runtime.ray.trainer_resources.big_memory 1`."""
     engine_cpus: Annotated[float, Field(gt=0)] | None = None
     """CPUs of each engine's actor; default: `engine.threads`."""
-    engine_gpus: NonNegative = 0
-    """GPUs of each engine's actor."""
+    engine_gpus: NonNegative | None = None
+    """GPUs of each engine's actor; default: as many as SGLang's parallelism spans, none for the embedded engine."""
     engine_resources: dict[str, float] = {}
     """Custom resources of each engine's actor."""
     env: dict[str, str] = {}

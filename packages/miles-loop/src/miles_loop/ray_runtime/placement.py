@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miles_loop.config import RayPlacement, RunConfig
+from miles_rollout.engine_identity import EngineKind
 
 Resources = Mapping[str, float]
 """Amounts by Ray's names: CPU, GPU, and custom ones."""
@@ -30,21 +31,36 @@ class Bundle:
 def plan(config: RunConfig, *, engines: int, trainer: bool) -> list[Bundle]:
     """Bundles of one placement group: the trainer's first, when there is one, then one an engine."""
     ray, bundles = config.runtime.ray, []
+    engine_gpus = _engine_gpus(config)
     if trainer:
         bundles.append(
             Bundle(
                 name="trainer",
                 cpus=ray.trainer_cpus or config.runtime.trainer_threads,
-                gpus=ray.trainer_gpus,
+                gpus=_trainer_gpus(config, engine_gpus),
                 others=ray.trainer_resources,
             )
         )
     engine_cpus = ray.engine_cpus or config.engine.threads
     bundles += [
-        Bundle(name=f"engine-{index}", cpus=engine_cpus, gpus=ray.engine_gpus, others=ray.engine_resources)
+        Bundle(name=f"engine-{index}", cpus=engine_cpus, gpus=engine_gpus, others=ray.engine_resources)
         for index in range(engines)
     ]
     return bundles
+
+
+def _engine_gpus(config: RunConfig) -> int:
+    if config.runtime.ray.engine_gpus is not None:
+        return config.runtime.ray.engine_gpus
+    engine = config.engine
+    return engine.sglang.num_gpus if engine.kind is EngineKind.SGLANG and engine.sglang.device != "cpu" else 0
+
+
+def _trainer_gpus(config: RunConfig, engine_gpus: int) -> int:
+    if config.runtime.ray.trainer_gpus is not None:
+        return config.runtime.ray.trainer_gpus
+    device = config.trainer.device
+    return int(device.startswith("cuda") or (device == "auto" and engine_gpus > 0))
 
 
 def shortage(bundles: Sequence[Bundle], nodes: Sequence[Resources], placement: RayPlacement) -> str | None:
