@@ -93,7 +93,7 @@ def test_groups_that_cannot_work_are_refused(options: tuple[str, ...], expected:
         return []
 
     with pytest.raises(InvalidFieldError, match=expected):
-        make_rollout(config, tasks.train, generate)  # type: ignore[arg-type]
+        make_rollout(config, tasks.train, generate, 10)  # type: ignore[arg-type]
 
 
 def test_broken_lines_are_all_named(model: Path, tmp_path: Path) -> None:

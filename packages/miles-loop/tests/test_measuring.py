@@ -132,3 +132,14 @@ print(json.dumps({{"toy/reward": version / 10}}))
     fast.run("train", "--resume", run, "--plain")
     assert {v: r["eval/toy/reward"] for v, r in points(run).items()} == {0: 0.0, 2: 0.2, 4: 0.4}
     assert not (run / "snapshots").exists()
+
+
+def test_on_the_shared_engines_a_failure_is_a_skipped_point_too(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--plain", "--steps", 2, "--evaluation.every", 1, "--task.eval_reward", "loop_toy.recipe:raising")
+    fast.run("train", "--run-dir", run, *options)
+    found = records(run)
+    assert [r["step"] for r in found] == [0, 1, 2]
+    assert all(r["eval/skipped_failed"] == 1 for r in found)
+    assert all("not one answer could be scored" in r["eval/skipped_reason"] for r in found)
+    assert json.loads((run / "summary.json").read_text())["evaluations_skipped"] == 3

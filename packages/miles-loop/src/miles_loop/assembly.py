@@ -45,21 +45,25 @@ class Assembly:
         self._agent: Agent | None = load_object(config.task.agent, field="task.agent") if config.task.agent else None
         limits = [limit for limit in (config.engine.max_context, model_context) if limit is not None]
         self._max_tokens = min(limits) if limits else None
-        self._check_prompts()
+        self._longest_prompt = self._check_prompts()
 
-    def _check_prompts(self) -> None:
+    def _check_prompts(self) -> int:
+        """Tokens of the longest prompt among the first of each source."""
         config = self._config.rollout
+        most = 0
         limit = self._max_tokens if self._max_tokens is not None else 2**31 - 1
         for source in (self._tasks.train, self._tasks.held_out):
             if source is None:
                 continue
             longest = check_prompt_lengths(source, self._renderer, max_tokens=limit)
+            most = max(most, longest)
             if config.max_prompt_tokens is not None and longest > config.max_prompt_tokens:
                 raise InvalidFieldError(
                     "rollout.max_prompt_tokens",
                     config.max_prompt_tokens,
                     f"a prompt has {longest} tokens; raise the limit or leave such prompts out",
                 )
+        return most
 
     @asynccontextmanager
     async def rollout(self, fleet: Fleet) -> AsyncIterator[Rollout]:
@@ -69,7 +73,7 @@ class Assembly:
             config.rollout.sampling, fleet.router, config.seed, self._scoring.answer, self._experts
         ) as generate:
             try:
-                yield make_rollout(config, self._tasks.train, generate, self._scoring.group)
+                yield make_rollout(config, self._tasks.train, generate, self._longest_prompt, self._scoring.group)
             finally:
                 await self._scoring.close()
 

@@ -163,7 +163,11 @@ class Rollout:
 
 
 def make_rollout(
-    config: RunConfig, source: TaskSource, generate: Generate, group_reward: GroupReward | None = None
+    config: RunConfig,
+    source: TaskSource,
+    generate: Generate,
+    longest_prompt: int,
+    group_reward: GroupReward | None = None,
 ) -> Rollout:
     """Buffer, admission and worker.
 
@@ -171,6 +175,7 @@ def make_rollout(
         config: of the run.
         source: prompts.
         generate: makes answers.
+        longest_prompt: tokens that a prompt takes where the configuration sets no limit.
         group_reward: scores whole groups, None where `generate` scores answers.
 
     Raises:
@@ -189,7 +194,7 @@ def make_rollout(
             "a group of one has no reward variance, so rollout.filter = no_signal drops it; use a larger group, "
             "or --rollout.filter none with an estimator that needs no group (trainer.advantage.estimator)",
         )
-    tokens = rollout.sampling.max_new_tokens + (rollout.max_prompt_tokens or 0)
+    tokens = rollout.sampling.max_new_tokens + (rollout.max_prompt_tokens or longest_prompt)
     if rollout.max_in_flight is not None and rollout.max_in_flight < rollout.group_size:
         raise InvalidFieldError(
             "rollout.max_in_flight", rollout.max_in_flight, f"one group alone has {rollout.group_size} answers"

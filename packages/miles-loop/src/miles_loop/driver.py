@@ -240,8 +240,7 @@ class Driver:
     async def _open(self, start: int) -> None:
         assert self._parts.measurement is not None
         for point in await self._parts.measurement.measure(start):
-            self._recorder.skipped(point)
-            self._write(start, point.metrics, [])
+            self._write(start, self._recorder.part_of_step(point), [])
 
     async def _measure(self, step: int) -> dict[str, float]:
         """Measure the weights of this step, or have them measured; no training answer is started meanwhile."""
@@ -250,8 +249,7 @@ class Driver:
         started = time.monotonic()
         record: dict[str, float] = {}
         for point in await self._parts.measurement.measure(step):
-            self._recorder.skipped(point)
-            record |= point.metrics
+            record |= self._recorder.part_of_step(point)
         return record | {"perf/evaluation_s": time.monotonic() - started}
 
     async def _await_points(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from miles_contracts import Group
 from miles_loop.config import RecordConfig
@@ -49,6 +50,7 @@ class RunRecorder:
             folder.trajectories, config.trajectories, config.trajectories_mib * 2**20
         )
         self._before = dict(progress.counters)
+        self._skipped_reason: str | None = None
 
     def step(self, step: int, record: dict[str, float], groups: Sequence[Group]) -> None:
         """Record a step and the groups it trained; step 0 is what was measured before the first.
@@ -57,7 +59,9 @@ class RunRecorder:
             DiskFullError: no room.
         """
         progress = self._progress
-        line = {"step": step, "time": time.time(), **{key: record[key] for key in sorted(record)}}
+        line: dict[str, Any] = {"step": step, "time": time.time(), **{key: record[key] for key in sorted(record)}}
+        if self._skipped_reason is not None:
+            line["eval/skipped_reason"], self._skipped_reason = self._skipped_reason, None
         self._metrics.write(line)
         if step > 0:
             self._ledger.write(ledger_entry(step, groups))
@@ -76,8 +80,9 @@ class RunRecorder:
         Raises:
             DiskFullError: no room.
         """
-        self.skipped(point)
-        line = {"step": point.version, "time": time.time(), **{k: point.metrics[k] for k in sorted(point.metrics)}}
+        self._note_skipped(point)
+        line: dict[str, Any] = {"step": point.version, "time": time.time()}
+        line |= {key: point.metrics[key] for key in sorted(point.metrics)}
         self._metrics.write(line if point.skipped is None else line | {"eval/skipped_reason": point.skipped})
         self._progress.note(line)
         self._folder.write_status(self._progress.to_status())
@@ -85,8 +90,13 @@ class RunRecorder:
             if name.endswith("/reward"):
                 self._display.note(f"version {point.version}: {name} {value:.3f}")
 
-    def skipped(self, point: EvalPoint) -> None:
-        """Count and show an evaluation that could not be done."""
+    def part_of_step(self, point: EvalPoint) -> dict[str, float]:
+        """Figures of an evaluation for the record of the step that comes next; why it was skipped goes there, too."""
+        self._note_skipped(point)
+        self._skipped_reason = point.skipped
+        return dict(point.metrics)
+
+    def _note_skipped(self, point: EvalPoint) -> None:
         if point.skipped is not None:
             self._progress.counters["evaluations_skipped"] += 1
             self._display.note(f"the evaluation of version {point.version} is skipped: {point.skipped}")
