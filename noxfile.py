@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
@@ -101,8 +102,10 @@ def sglang(session: nox.Session) -> None:
     if not venv.exists():
         session.run("uv", "venv", "-q", "--python", PYTHON, str(venv), external=True)
     install = ("uv", "pip", "install", "-q", "--python", python)
-    session.run(*install, "-r", str(requirements / "requirements.txt"), external=True)
-    session.run(*install, "--no-deps", "-r", str(requirements / "requirements-no-deps.txt"), external=True)
+    # Not from the workspace's folder: its pins are for another environment, and uv would apply them to this one.
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run(*install, "-r", str(requirements / "requirements.txt"), external=True)
+        session.run(*install, "--no-deps", "-r", str(requirements / "requirements-no-deps.txt"), external=True)
     session.env["MILES_SGLANG_PYTHON"] = python
     session.run(PYTHON, "-m", "pytest", "-m", "sglang", "integration_tests", *session.posargs, external=True)
 

@@ -16,7 +16,7 @@ from miles_contracts import SamplingParams
 from miles_qwen3.model import build_tiny
 from miles_rollout.engine_client import EngineClient
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 def train(run: Path, *options: object) -> list[object]:
@@ -31,7 +31,6 @@ def report_of(shell: Shell, run: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.timeout(900)
 def test_a_game_of_several_turns_is_learnt_with_sglang(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shell.run(*train(run, "--task", "guess", "--steps", 50), timeout=850)
@@ -53,7 +52,6 @@ def test_a_game_of_several_turns_is_learnt_with_sglang(shell: Shell, tmp_path: P
     assert "out of service" not in (run / "logs" / "driver.log").read_text()
 
 
-@pytest.mark.timeout(900)
 def test_a_mixture_replays_the_experts_of_an_sglang_that_is_killed(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = shell.start(*train(run, "--model", "moe", "--steps", 8, *SMALL))
@@ -73,7 +71,6 @@ def test_a_mixture_replays_the_experts_of_an_sglang_that_is_killed(shell: Shell,
             assert record["train/router_agreement"] > 0.999
 
 
-@pytest.mark.timeout(900)
 async def test_engines_that_somebody_else_started(shell: Shell, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
