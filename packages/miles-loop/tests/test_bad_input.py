@@ -83,6 +83,9 @@ def test_a_good_one_is_not(model: Path) -> None:
     [
         (("--rollout.group_size", "1", "--rollout.filter", "no_signal"), "a group of one has no reward variance"),
         (("--rollout.buffer_groups", "1"), "a batch has 2 groups"),
+        (("--rollout.filter", "no_signl"), "did you mean 'no_signal'"),
+        (("--rollout.filter", "loop_toy.scores:nothing"), "has no nothing"),
+        (("--rollout.max_in_flight", "3"), "one group alone has 4 answers"),
     ],
 )
 def test_groups_that_cannot_work_are_refused(options: tuple[str, ...], expected: str) -> None:
