@@ -110,6 +110,28 @@ def sglang(session: nox.Session) -> None:
     session.run(PYTHON, "-m", "pytest", "-m", "sglang", "integration_tests", *session.posargs, external=True)
 
 
+ENVIRONMENTS = {"verifiers": "verifiers>=0.4,<0.5", "openenv": "openenv-core>=0.3,<0.4"}
+"""Libraries of environments that do not fit into the workspace's own environment, by the name of their adapter."""
+
+
+@nox.session
+@nox.parametrize("library", list(ENVIRONMENTS))
+def environments(session: nox.Session, library: str) -> None:
+    """Install a library of environments beside miles-rollout alone, and run its adapter's tests for real."""
+    venv = ROOT / ".nox" / f"environments-{library}"
+    python = str(venv / "bin" / "python")
+    if not venv.exists():
+        session.run("uv", "venv", "-q", "--python", PYTHON, str(venv), external=True)
+    ours = [word for name in ("contracts", "rollout") for word in ("-e", str(ROOT / "packages" / f"miles-{name}"))]
+    install = ("uv", "pip", "install", "-q", "--python", python)
+    # The workspace's pins, which these libraries contradict, are configuration.
+    session.run(*install, "--no-config", "--no-sources", *ours, ENVIRONMENTS[library], *TEST_TOOLS, external=True)
+    test = ROOT / "packages" / "miles-rollout" / "tests" / "environments" / f"test_{library}.py"
+    session.run(
+        python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(test), *session.posargs, external=True
+    )
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """All quick tests in the workspace's own environment (what you want while editing)."""

@@ -17,14 +17,11 @@ from typing import Any
 
 import msgspec
 
-from miles_contracts import AgentResult, InvalidFieldError, Message, MilesError, SamplingParams, Task
+from miles_contracts import AgentResult, InvalidFieldError, Message, SamplingParams, Task
+from miles_rollout.environments.errors import EnvironmentFailedError
 from miles_rollout.tasks import TaskStream
 
 _KEY = "verifiers"
-
-
-class EnvironmentFailedError(MilesError):
-    """An episode of the environment failed; its trajectory is failed, and never a reward of zero."""
 
 
 class VerifiersTasks(TaskStream):
