@@ -260,11 +260,8 @@ async def _kind(client: EngineClient) -> EngineKind:
 
 
 async def _join(client: EngineClient, request: GroupRequest) -> dict[str, Any]:
-    body = msgspec.to_builtins(request)
     try:
-        return await client.weight_call(
-            "/init_weights_update_group", body, f"joining weight group {request.group_name}"
-        )
+        return await client.join_weight_group(request)
     except (EngineError, DeadlineExceededError) as error:
         raise NotConnectedError(f"it did not join the weight group: {error}", engine=client.url) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,14 +24,12 @@ from miles_contracts import (
     InvalidFieldError,
     PauseMode,
     SamplingParams,
-    ShmBucket,
-    WeightManifest,
 )
 from miles_rollout.engine_answers import batch_body, generate_body, mapping, parse_version, result_of, routing_fields
 from miles_rollout.engine_http import Deadlines, EngineHttp, beside_loop, message_of, require_success
 from miles_rollout.engine_identity import EngineIdentity, EngineKind, identity_of, require_supported
 from miles_rollout.engine_stream import GrowingAnswer, PartialResult
-from miles_rollout.engine_weights import NativeWeightCalls
+from miles_rollout.engine_weights import WeightCalls
 from miles_rollout.routing_rows import RoutingRows
 
 __all__ = ["Deadlines", "EngineClient", "parse_version"]
@@ -40,7 +37,7 @@ __all__ = ["Deadlines", "EngineClient", "parse_version"]
 _HEALTH_S = 5.0
 
 
-class EngineClient(NativeWeightCalls):
+class EngineClient(WeightCalls):
     """One engine behind a URL.
 
     Args:
@@ -55,7 +52,7 @@ class EngineClient(NativeWeightCalls):
     def __init__(self, url: str, *, deadlines: Deadlines | None = None, routing_layers: int | None = None) -> None:
         self._deadlines = deadlines or Deadlines()
         self._http = EngineHttp(url, self._deadlines.connect)
-        self._url = self._http.url
+        super().__init__(self._http, self._deadlines.weights)
         self._routing_layers = routing_layers
         self._routing_top_k: int | None = None
         self._identity: EngineIdentity | None = None
@@ -297,46 +294,7 @@ class EngineClient(NativeWeightCalls):
         """Forget every cached prefix. SGLang refuses while requests run; the embedded engine never does."""
         await self._control("/flush_cache", {}, "a cache flush")
 
-    # -- weights ------------------------------------------------------------------------------------------------
-
-    async def begin_weight_update(self, update_id: str, manifest: WeightManifest) -> None:
-        """Open an update transaction; the engine refuses a manifest that does not describe its model."""
-        body = {"update_id": update_id, "manifest": msgspec.to_builtins(manifest)}
-        await self._weights("/begin_weight_update", body, f"begin of weight update {update_id}")
-
-    async def load_bucket(self, bucket: ShmBucket) -> None:
-        """Let the engine copy one shared-memory bucket into its staged weights and verify the digests."""
-        body = {"load_format": "miles_shm", "bucket": msgspec.to_builtins(bucket)}
-        what = f"bucket {bucket.index} of weight update {bucket.update_id}"
-        await self._weights("/update_weights_from_tensor", body, what)
-
-    async def commit_weight_update(self, update_id: str) -> None:
-        """Make the staged weights the serving ones; refused unless every tensor of the manifest is in."""
-        body = {"update_id": update_id, "commit": True}
-        await self._weights("/end_weight_update", body, f"commit of weight update {update_id}")
-
-    async def rollback_weight_update(self, update_id: str) -> None:
-        """Forget the staged weights; the old ones serve on. Harmless for an unknown or finished update."""
-        body = {"update_id": update_id, "commit": False}
-        await self._weights("/end_weight_update", body, f"rollback of weight update {update_id}")
-
-    async def load_from_disk(self, path: Path, version: int) -> None:
-        """Replace the weights by those of a Hugging Face folder, all or nothing."""
-        body = {"model_path": str(path), "weight_version": str(version)}
-        await self._weights("/update_weights_from_disk", body, f"weights from {path}")
-
-    # -- transport ----------------------------------------------------------------------------------------------
-
     async def _control(self, path: str, body: Mapping[str, Any], what: str) -> Any:
         answer = await self._http.call("POST", path, body, what, self._deadlines.control)
-        require_success(self._url, answer)
-        return answer
-
-    async def weight_call(self, path: str, body: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """A call of a weight update by its own name, for transports; `what` says in words what it is for."""
-        return mapping(await self._weights(path, body, what), self._url, path)
-
-    async def _weights(self, path: str, body: Mapping[str, Any], what: str) -> Any:
-        answer = await self._http.call("POST", path, body, what, self._deadlines.weights)
         require_success(self._url, answer)
         return answer

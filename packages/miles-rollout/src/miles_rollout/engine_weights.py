@@ -1,92 +1,78 @@
-"""SGLang's own calls for weights that come over a process group, which both engines answer.
+"""The weight calls of an engine: Miles' transaction, and SGLang's own calls, which both engines answer.
 
-join_weight_group        the engine's ranks enter a group whose rank 0 is the sender
-open_weight_update       from here on tensors may come in
-receive_weights          the engine enters one collective per tensor, in the order of the names
-close_weight_update      the last tensor is in
-leave_weight_group       the group is over
+begin -> load a bucket ... -> commit | rollback        the transaction, of the embedded engine
+join a group -> open -> (collectives) -> close -> leave    SGLang's own, weights that come over a process group
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from miles_contracts import EngineError, TensorSpec
+import msgspec
+
+from miles_contracts import EngineError, GroupRequest, ShmBucket, WeightManifest
 from miles_rollout.engine_answers import mapping
+from miles_rollout.engine_http import EngineHttp, require_success
 
 
-class NativeWeightCalls:
-    """The part of `EngineClient` that speaks SGLang's weight calls without Miles' additions."""
+class WeightCalls:
+    """The part of `EngineClient` that changes weights.
 
-    _url: str
+    Args:
+        http: connections to the engine.
+        deadline_s: longest wait for one call.
+    """
 
-    async def _weights(self, path: str, body: Mapping[str, Any], what: str) -> Any:
-        raise NotImplementedError
+    def __init__(self, http: EngineHttp, deadline_s: float) -> None:
+        self._http = http
+        self._url = http.url
+        self._weights_s = deadline_s
 
-    async def join_weight_group(
-        self, name: str, *, address: str, port: int, first_rank: int, world_size: int, backend: str = "gloo"
-    ) -> None:
-        """Enter a process group; answers when all of its `world_size` ranks are in.
+    async def begin_weight_update(self, update_id: str, manifest: WeightManifest) -> None:
+        """Open an update transaction; the engine refuses a manifest that does not describe its model."""
+        body = {"update_id": update_id, "manifest": msgspec.to_builtins(manifest)}
+        await self._weights("/begin_weight_update", body, f"begin of weight update {update_id}")
 
-        Args:
-            name: of the group, unique on the engine.
-            address, port: where the sender, rank 0, keeps the meeting point.
-            first_rank: rank of the engine's first worker.
-            world_size: ranks in the group, the sender included.
-            backend: `gloo` or `nccl`.
-        """
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": first_rank,
-            "world_size": world_size,
-            "group_name": name,
-            "backend": backend,
-        }
-        await self._weights("/init_weights_update_group", body, f"joining weight group {name}")
+    async def load_bucket(self, bucket: ShmBucket) -> None:
+        """Let the engine copy one shared-memory bucket into its staged weights and verify the digests."""
+        body = {"load_format": "miles_shm", "bucket": msgspec.to_builtins(bucket)}
+        what = f"bucket {bucket.index} of weight update {bucket.update_id}"
+        await self._weights("/update_weights_from_tensor", body, what)
+
+    async def commit_weight_update(self, update_id: str) -> None:
+        """Make the staged weights the serving ones; refused unless every tensor of the manifest is in."""
+        body = {"update_id": update_id, "commit": True}
+        await self._weights("/end_weight_update", body, f"commit of weight update {update_id}")
+
+    async def rollback_weight_update(self, update_id: str) -> None:
+        """Forget the staged weights; the old ones serve on. Harmless for an unknown or finished update."""
+        body = {"update_id": update_id, "commit": False}
+        await self._weights("/end_weight_update", body, f"rollback of weight update {update_id}")
+
+    async def load_from_disk(self, path: Path, version: int) -> None:
+        """Replace the weights by those of a Hugging Face folder, all or nothing."""
+        body = {"model_path": str(path), "weight_version": str(version)}
+        await self._weights("/update_weights_from_disk", body, f"weights from {path}")
+
+    # -- SGLang's own -------------------------------------------------------------------------------------------
+
+    async def join_weight_group(self, request: GroupRequest) -> dict[str, Any]:
+        """Enter a process group; answers when all of its ranks are in, the embedded engine with its `address`."""
+        what = f"joining weight group {request.group_name}"
+        return await self.weight_call("/init_weights_update_group", msgspec.to_builtins(request), what)
 
     async def leave_weight_group(self, name: str) -> None:
         """Leave a process group; refused for one that the engine is not in."""
         await self._weights("/destroy_weights_update_group", {"group_name": name}, f"leaving weight group {name}")
 
     async def open_weight_update(self) -> None:
-        """Let tensors come in; refused while an update is open."""
+        """Let SGLang take tensors; refused while an update is open."""
         await self._weights("/begin_weight_update", {}, "opening a weight update")
 
-    async def receive_weights(
-        self,
-        group: str,
-        tensors: Sequence[TensorSpec],
-        *,
-        update_id: str,
-        flush_cache: bool = False,
-        weight_version: int | None = None,
-    ) -> None:
-        """Receive these tensors from rank 0 of the group, one collective each, and load them; answers when all are in.
-
-        Args:
-            group: name of a group that the engine is in.
-            tensors: what comes, in order. The embedded engine verifies digests; SGLang does not look at them.
-            update_id: of the open update (an addition; SGLang has one at a time and no names for it).
-            flush_cache: forget cached prefixes afterwards (SGLang refuses while requests run and are not retracted).
-            weight_version: version that SGLang's weights have from now on; None keeps the present one.
-        """
-        body: dict[str, Any] = {
-            "names": [t.name for t in tensors],
-            "dtypes": [t.dtype for t in tensors],
-            "shapes": [list(t.shape) for t in tensors],
-            "digests": [t.digest for t in tensors],
-            "group_name": group,
-            "update_id": update_id,
-            "flush_cache": flush_cache,
-        }
-        if weight_version is not None:
-            body["weight_version"] = str(weight_version)
-        await self._weights("/update_weights_from_distributed", body, f"{len(tensors)} tensors over {group}")
-
     async def close_weight_update(self) -> None:
-        """Finish an open update; refused when none is open."""
+        """Finish SGLang's open update; refused when none is open."""
         await self._weights("/end_weight_update", {}, "closing a weight update")
 
     async def weight_checksums(self) -> dict[str, str]:
@@ -105,3 +91,12 @@ class NativeWeightCalls:
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
         return {f"{name}@{i}": digest for i, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+
+    async def weight_call(self, path: str, body: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """A call of a weight update by its own name, for transports; `what` says in words what it is for."""
+        return mapping(await self._weights(path, body, what), self._url, path)
+
+    async def _weights(self, path: str, body: Mapping[str, Any], what: str) -> Any:
+        answer = await self._http.call("POST", path, body, what, self._weights_s)
+        require_success(self._url, answer)
+        return answer

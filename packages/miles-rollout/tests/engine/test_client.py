@@ -16,6 +16,7 @@ from miles_contracts import (
     Engine,
     EngineError,
     EngineUnavailableError,
+    GroupRequest,
     InvalidFieldError,
     SamplingParams,
     VersionSpan,
@@ -254,3 +255,90 @@ def test_bad_arguments() -> None:
         EngineClient("localhost:30000")
     with pytest.raises(InvalidFieldError, match=r"Deadlines\.generate"):
         Deadlines(generate=0)
+
+
+SGLANG = {"version": "0.5.23", "enable_return_routed_experts": False}
+
+
+async def test_a_paused_sglang_is_asked_for_facts_not_for_a_token(fake: Fake) -> None:
+    async def samples(_: web.Request) -> web.Response:
+        raise AssertionError("this would wait for the pause to end")
+
+    facts = {"weight_version": "3"}
+    sglang = await fake({"/server_info": SGLANG, "/model_info": facts, "/health": samples})
+    assert await sglang.healthy()
+    embedded = await fake({"/server_info": {"engine": "miles"}, "/health": {}})
+    assert await embedded.healthy()
+    neither = await fake({"/server_info": SGLANG, "/health": {}})
+    assert not await neither.healthy()
+
+
+async def test_an_engine_is_asked_once_what_it_is(fake: Fake) -> None:
+    asked = []
+
+    async def info(_: web.Request) -> web.Response:
+        asked.append(1)
+        return web.json_response(SGLANG)
+
+    client = await fake({"/server_info": info})
+    await asyncio.gather(client.require_supported(), client.identify())
+    await client.require_supported()
+    assert len(asked) <= 2
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+        await client.require_supported(routing=True)
+
+
+async def test_an_unknown_engine_is_refused(fake: Fake) -> None:
+    old = await fake({"/server_info": {"version": "0.4.6"}})
+    with pytest.raises(
+        EngineError, match=r"SGLang in version 0\.4\.6 is not known; use .* SGLang >=0\.5\.23,<0\.6"
+    ):
+        await old.require_supported()
+    mute = await fake({})
+    with pytest.raises(EngineError, match="it has no /server_info"):
+        await mute.require_supported()
+
+
+async def test_checksums_in_either_form(fake: Fake) -> None:
+    ours = await fake({"/weights_checker": {"success": True, "tensors": [{"name": "a", "digest": "xxh3_128:1"}]}})
+    assert await ours.weight_checksums() == {"a": "xxh3_128:1"}
+    rank = {"checksums": {"a": "1", "b": "2"}}
+    one = await fake({"/weights_checker": {"success": True, "ranks": [rank]}})
+    assert await one.weight_checksums() == {"a": "1", "b": "2"}
+    two = await fake({"/weights_checker": {"success": True, "ranks": [rank, {"checksums": {"a": "3"}}]}})
+    assert await two.weight_checksums() == {"a@0": "1", "b@0": "2", "a@1": "3"}
+    none = await fake({"/weights_checker": {"success": True, "ranks": []}})
+    with pytest.raises(EngineError, match="neither tensors nor ranks"):
+        await none.weight_checksums()
+
+
+async def test_sglangs_own_weight_calls(fake: Fake) -> None:
+    bodies: dict[str, Any] = {}
+
+    async def note(request: web.Request) -> web.Response:
+        bodies[request.path] = await request.json()
+        return web.json_response({"success": True, "message": "ok"})
+
+    calls = ("init_weights_update_group", "begin_weight_update", "end_weight_update", "destroy_weights_update_group")
+    client = await fake({f"/{call}": note for call in calls})
+    request = GroupRequest(
+        master_address="h", master_port=5, rank_offset=1, world_size=3, group_name="g", backend="gloo", timeout_s=9
+    )
+    assert (await client.join_weight_group(request))["success"] is True
+    await client.open_weight_update()
+    await client.close_weight_update()
+    await client.leave_weight_group("g")
+    assert bodies == {
+        "/init_weights_update_group": {
+            "master_address": "h",
+            "master_port": 5,
+            "rank_offset": 1,
+            "world_size": 3,
+            "group_name": "g",
+            "backend": "gloo",
+            "timeout_s": 9,
+        },
+        "/begin_weight_update": {},
+        "/end_weight_update": {},
+        "/destroy_weights_update_group": {"group_name": "g"},
+    }

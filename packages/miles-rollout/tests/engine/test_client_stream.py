@@ -69,8 +69,16 @@ class Streamer:
 
 
 @asynccontextmanager
-async def client_of(streamer: Streamer, **options: Any) -> AsyncIterator[EngineClient]:
+async def client_of(
+    streamer: Streamer, info: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[EngineClient]:
     app = web.Application()
+
+    async def server_info(_: web.Request) -> web.Response:
+        return web.json_response(info)
+
+    if info is not None:
+        app.router.add_get("/server_info", server_info)
     app.router.add_post("/generate", streamer.generate)
     app.router.add_post("/abort_request", streamer.abort)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -104,6 +112,27 @@ async def test_partial_results_then_the_result() -> None:
             await anext(stream)
     assert streamer.asked["stream"] is True
     assert (streamer.asked["rid"], streamer.asked["input_ids"]) == ("x", [1, 2])
+
+
+def increment(*ids: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An event with these tokens alone."""
+    triples = [[-i / 8, i, None] for i in ids]
+    meta = {"id": "x", "finish_reason": finish, "output_token_logprobs": triples, "weight_version": "4"}
+    return {"output_ids": list(ids), "meta_info": meta}
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_increments_are_put_together(together: bool) -> None:
+    parts = [increment(7), increment(8, 9), increment(finish={"type": "length", "length": 3})]
+    if together:  # in one piece, where only the newest of whole answers would be read
+        parts = [b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts)]
+    info = {"version": "0.5.23", "incremental_streaming_output": True}
+    async with client_of(Streamer(*parts), info) as client:
+        *partials, last = await results(client)
+    assert [p.output_ids.tolist() for p in partials] == [[7], [7, 8, 9]]
+    assert isinstance(last, GenerateResult)
+    assert last.output_ids.tolist() == [7, 8, 9]
+    assert last.logprobs.tolist() == [-7 / 8, -1.0, -9 / 8]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +230,10 @@ async def test_generate_on_needs_a_last_result() -> None:
         )
 
 
-@given(st.lists(st.binary(max_size=6).map(lambda b: b.replace(b"\n", b".").strip()), max_size=6), st.data())
+PAYLOADS = st.binary(max_size=6).map(lambda b: b.replace(b"\n", b".").strip()).filter(lambda b: b != b"[DONE]")
+
+
+@given(st.lists(PAYLOADS, max_size=6), st.data())
 def test_events_are_the_same_however_they_are_cut(payloads: list[bytes], data: st.DataObject) -> None:
     raw = b"".join(b"data: " + p + b"\n\n" for p in payloads) + b": comment\n\ndata: [DONE]\n\n"
     cuts = sorted(data.draw(st.sets(st.integers(0, len(raw)))))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_contracts import GenerateResult, PauseMode
+from miles_contracts import GenerateResult, GroupRequest, PauseMode
 from miles_rollout.engine.conformance.suite import (
     PROMPT,
     Check,
@@ -132,12 +132,33 @@ async def weights_over_a_group_are_served(subject: Subject) -> None:
     await engine.pause(PauseMode.RETRACT)
     try:
         meeting = asyncio.create_task(asyncio.to_thread(sender.meet))
-        await engine.join_weight_group(sender.name, address="127.0.0.1", port=sender.port, first_rank=1, world_size=2)
+        await engine.join_weight_group(
+            GroupRequest(
+                master_address="127.0.0.1",
+                master_port=sender.port,
+                rank_offset=1,
+                world_size=2,
+                group_name=sender.name,
+                backend="gloo",
+            )
+        )
         await meeting
         await engine.begin_weight_update(update, manifest)
         sending = asyncio.create_task(asyncio.to_thread(sender.send, tensors))
-        await engine.receive_weights(
-            sender.name, manifest.tensors, update_id=update, flush_cache=True, weight_version=5
+        await engine.weight_call(
+            "/update_weights_from_distributed",
+            {
+                "names": [spec.name for spec in manifest.tensors],
+                "dtypes": [spec.dtype for spec in manifest.tensors],
+                "shapes": [list(spec.shape) for spec in manifest.tensors],
+                "group_name": sender.name,
+                "flush_cache": True,
+                "weight_version": "5",
+                # additions of the embedded engine, which verifies what comes; SGLang does not look at them
+                "update_id": update,
+                "digests": [spec.digest for spec in manifest.tensors],
+            },
+            "tensors over a group",
         )
         await sending
         await engine.commit_weight_update(update)
