@@ -290,9 +290,7 @@ async def test_an_engine_is_asked_once_what_it_is(fake: Fake) -> None:
 
 async def test_an_unknown_engine_is_refused(fake: Fake) -> None:
     old = await fake({"/server_info": {"version": "0.4.6"}})
-    with pytest.raises(
-        EngineError, match=r"SGLang in version 0\.4\.6 is not known; use .* SGLang >=0\.5\.23,<0\.6"
-    ):
+    with pytest.raises(EngineError, match=r"SGLang in version 0\.4\.6 is not known; use .* SGLang >=0\.5\.23,<0\.6"):
         await old.require_supported()
     mute = await fake({})
     with pytest.raises(EngineError, match="it has no /server_info"):
