@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,30 @@ def test_at_depth_0_it_cannot_be_told_from_a_local_run(cluster: TwoNodes, shell:
     final = "checkpoints/step_000005/hf/model.safetensors"
     assert (there / final).read_bytes() == (here / final).read_bytes()
     assert gone(there)
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(900)
+def test_it_learns_as_a_local_run_does(cluster: TwoNodes, shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--engine.replicas", 2, "--sync.transport", "broadcast", *cluster.options)
+    shell.run("miles-qwen3", "train", "--hardware", "cpu", "--run-dir", run, *options, timeout=880)
+    report = json.loads(shell.run("miles", "report", run, "--json"))
+    # The bounds that local runs are held to.
+    assert report["eval_first"] <= 0.05
+    assert report["eval_last"] >= report["eval_first"] + 0.3
+    assert report["token_mismatches"] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("transport", ["peer", "disk"])
+def test_a_game_through_the_session_server_over_every_transport(
+    cluster: TwoNodes, shell: Shell, tmp_path: Path, transport: str
+) -> None:
+    run = tmp_path / "run"
+    options = ("--task", "guess", "--sync.transport", transport, "--steps", 3, *cluster.options)
+    shell.run("miles-qwen3", "train", "--run-dir", run, *options, *SMALL)
+    found = records(run)
+    assert found[-1]["step"] == 3
+    assert all(record["rollout/token_mismatches"] == 0 for record in found[1:])
+    assert found[-1]["eval/guess/weight_version/mean"] == 3
