@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from miles_contracts.bitpack import pack_bits, packed_words, unpack_bits
 from miles_contracts.errors import InvalidFieldError
 
+_BYTE, _SHORT, _WORD = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
+
 
 def narrowest_dtype(num_experts: int) -> np.dtype[Any]:
     """Smallest unsigned dtype that holds expert ids 0 .. num_experts - 1."""
     if not 1 <= num_experts <= 1 << 32:
         raise InvalidFieldError("num_experts", num_experts, "a mixture has at least one expert, and at most 2**32")
-    return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.uint32)
+    return _BYTE if num_experts <= 1 << 8 else _SHORT if num_experts <= 1 << 16 else _WORD
 
 
 def id_bits(num_experts: int) -> int:
@@ -37,7 +39,8 @@ def row_digests(expert_ids: NDArray[Any]) -> NDArray[np.uint64]:
     from xxhash import xxh3_64_intdigest  # the extra keeps contracts at two dependencies
 
     rows = np.ascontiguousarray(expert_ids)
-    if rows.size and (int(rows.min()) < 0 or int(rows.max()) > 0xFFFF):
+    fits = rows.dtype in (np.uint8, np.uint16)
+    if not fits and rows.size and (int(rows.min()) < 0 or int(rows.max()) > 0xFFFF):
         raise InvalidFieldError("expert_ids", (int(rows.min()), int(rows.max())), "row digests are of ids < 65536")
     data = rows.astype("<u2").reshape(-1).view(np.uint8).data
     size = 2 * math.prod(rows.shape[1:])
@@ -71,8 +74,8 @@ class RoutingTrace:
             raise InvalidFieldError("RoutingTrace.expert_ids", shape, "give an array [rows, layers, top_k]")
         if ids.dtype != want:
             raise InvalidFieldError("RoutingTrace.expert_ids", ids.dtype.name, f"use {want.name} (RoutingTrace.of)")
-        # a byte cannot hold an id above 255: nothing to look at
-        if num_experts <= np.iinfo(want).max and ids.size and int(ids.max()) >= num_experts:
+        # a full byte cannot hold an id that is too high: nothing to look at
+        if num_experts != 1 << 8 * want.itemsize and ids.size and int(ids.max()) >= num_experts:
             raise InvalidFieldError("RoutingTrace.expert_ids", int(ids.max()), f"ids are < {num_experts}")
         if ids.flags.writeable:
             ids = ids.view()

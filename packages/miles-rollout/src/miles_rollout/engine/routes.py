@@ -32,6 +32,7 @@ class RouteRecorder:
         self.top_k = 0
         self._dtype = narrowest_dtype(num_experts)
         self._seen: list[torch.Tensor | None] = [None] * len(modules)
+        self._per_token = 0.0
         for position, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(position), with_kwargs=True)
 
@@ -59,13 +60,14 @@ class RouteRecorder:
             raise RuntimeError(f"mixture layers {missing} chose no experts in this forward pass")
         rows: NDArray[Any] = torch.stack(seen, dim=1).cpu().numpy().astype(self._dtype)
         self.top_k = rows.shape[2]
-        at = 0
+        at, per_token = 0, self._per_token
         for chunk in chunks:
-            chunk.sequence.record_routes(chunk.start, rows[at : at + chunk.count])
-            at += chunk.count
-        per_token = (time.perf_counter() - began) / max(at, 1)
-        for chunk in chunks:
-            chunk.sequence.capture_s += per_token * chunk.count
+            sequence, count = chunk.sequence, chunk.count
+            sequence.record_routes(chunk.start, rows[at : at + count])
+            sequence.capture_s += per_token * count
+            at += count
+        # what this pass took is known too late for its own tokens; the next one's share it
+        self._per_token = (time.perf_counter() - began) / max(at, 1)
         self._seen = [None] * self.layers
 
 

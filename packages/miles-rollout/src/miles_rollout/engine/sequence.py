@@ -165,8 +165,13 @@ class Sequence:
         logits sampled its successors. Rows behind a gap are not kept: the answer then has fewer rows than tokens
         were fed, which whoever asked for them refuses.
         """
+        end = start + len(rows)
+        if start == self.routed and self.routes is not None and self.cache_routes is None:  # nearly always
+            self.routes[start:end] = rows
+            self.routed = end
+            return
         if self.cache_routes is not None:
-            self.cache_routes[start : start + len(rows)] = rows
+            self.cache_routes[start:end] = rows
         fresh = rows[self.routed - start :]
         if start > self.routed or len(fresh) == 0:
             return
