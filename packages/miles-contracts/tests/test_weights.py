@@ -5,6 +5,7 @@ import xxhash
 
 from miles_contracts import (
     ContractMismatchError,
+    GroupRequest,
     InvalidFieldError,
     PrecisionContract,
     PrecisionFormat,
@@ -106,3 +107,22 @@ def test_fingerprint_is_stable_and_sensitive() -> None:
 def test_bad_precision(bad: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidFieldError, match=message):
         PrecisionContract(**{**bad, "format": PrecisionFormat(bad["format"])})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("group_name", ""),
+        ("rank_offset", 0),
+        ("rank_offset", 3),
+        ("master_port", -1),
+        ("master_port", 65536),
+        ("timeout_s", 0),
+        ("timeout_s", float("nan")),
+    ],
+)
+def test_a_group_request_refuses_by_field(field: str, value: object) -> None:
+    good = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    assert GroupRequest(**good).backend == "nccl"  # type: ignore[arg-type]
+    with pytest.raises(InvalidFieldError, match=field):
+        GroupRequest(**{**good, field: value})  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from miles_contracts import WeightGroupFactory
 from miles_rollout.engine.cli import bind, build
 from miles_rollout.engine.config import EngineConfig
 from miles_rollout.engine.core import EngineCore
@@ -45,10 +46,12 @@ class Serving:
         await self.runner.cleanup()
 
 
-async def serve_engine(folder: Path, **options: Any) -> Serving:
-    """Start an engine on a free port."""
+async def serve_engine(
+    folder: Path, *, groups: Mapping[str, WeightGroupFactory] | None = None, **options: Any
+) -> Serving:
+    """Start an engine on a free port; `groups` are ways for weights to come."""
     config = EngineConfig(model_path=folder, port=0, **{"weight_version": "0", **options})
-    server = await asyncio.to_thread(build, config)
+    server = await asyncio.to_thread(build, config, groups)
     runner = web.AppRunner(
         server.application(server.core), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
     )

@@ -1,0 +1,236 @@
+"""Weights over a torch.distributed group, by SGLang's calls: verified, and invisible before the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from engine_weights import Update, plan_update, raw_bytes, spec_of
+from test_weight_update import GREEDY, PROMPT, assert_serves_old
+
+from miles_contracts import Arrival, EngineError, GroupRequest, TensorSpec, update_group_prefix
+
+DISTRIBUTED = "/update_weights_from_distributed"
+
+
+class Sender:
+    """Rank 0 of groups with one engine."""
+
+    def __init__(self) -> None:
+        self._meeting = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
+        )
+        self._group: Any = None
+        self.name = ""
+
+    async def meet(self, engine: Any, name: str = "g") -> None:
+        self.name = name
+        request = GroupRequest(
+            master_address="127.0.0.1",
+            master_port=self._meeting.port,
+            rank_offset=1,
+            world_size=2,
+            group_name=name,
+            backend="gloo",
+            timeout_s=30,
+        )
+        body = msgspec.to_builtins(request)
+        joining = asyncio.create_task(engine.client.weight_call("/init_weights_update_group", body, "joining"))
+        store = dist.PrefixStore(update_group_prefix(name), self._meeting)  # type: ignore[attr-defined]
+        self._group = await asyncio.to_thread(dist.ProcessGroupGloo, store, 0, 2, timedelta(seconds=30))
+        assert (await joining)["address"] == ""
+
+    async def broadcast(self, data: bytes) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        await asyncio.to_thread(lambda: self._group.broadcast([tensor], options).wait())
+
+    def leave(self) -> None:
+        self._group = None  # the last reference: its connections end
+
+
+def announce(sender: Sender, update_id: str, specs: Sequence[TensorSpec], **fields: Any) -> dict[str, Any]:
+    return {
+        "group_name": sender.name,
+        "update_id": update_id,
+        "names": [s.name for s in specs],
+        "dtypes": [s.dtype for s in specs],
+        "shapes": [list(s.shape) for s in specs],
+        "digests": [s.digest for s in specs],
+        **fields,
+    }
+
+
+async def transfer(engine: Any, sender: Sender, body: dict[str, Any], pieces: Sequence[bytes]) -> None:
+    """One call and its collectives."""
+    call = asyncio.create_task(engine.client.weight_call(DISTRIBUTED, body, "tensors"))
+    for piece in pieces:
+        await sender.broadcast(piece)
+    await call
+
+
+def chunks(update: Update, count: int) -> list[list[TensorSpec]]:
+    """The update's tensors, with digests, in `count` runs."""
+    specs = [spec_of(name, tensor) for name, tensor in update.tensors.items()]
+    return [specs[i * len(specs) // count : (i + 1) * len(specs) // count] for i in range(count)]
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+async def test_tensors_of_a_group_serve_after_the_commit_and_not_before(
+    models, serve, family: str, load_format: str | None
+) -> None:
+    engine, reference = await serve(models(family, 0)), await serve(models(family, 1))
+    before = await engine.client.generate(PROMPT, GREEDY)
+    update, sender = plan_update(models(family, 1), 7), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    runs = chunks(update, 3)
+    for index, specs in enumerate(runs):
+        body = announce(sender, "u", specs, index=index, last=index == len(runs) - 1, load_format=load_format)
+        pieces = [raw_bytes(update.tensors[s.name]) for s in specs]
+        await transfer(engine, sender, body, [b"".join(pieces)] if load_format else pieces)
+    await engine.client.weight_call(DISTRIBUTED, body, "the last bucket again")  # sent again: it is over
+    await assert_serves_old(engine, before)
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 7
+    got, want = [await e.client.generate(PROMPT, GREEDY) for e in (engine, reference)]
+    assert got.output_ids.tolist() == want.output_ids.tolist()
+    _, mine = await engine.post("/weights_checker", {"action": "checksum"})
+    _, theirs = await reference.post("/weights_checker", {"action": "checksum"})
+    assert mine["tensors"] == theirs["tensors"]
+
+
+async def test_a_tensor_may_come_in_pieces(models, serve) -> None:
+    engine = await serve(models("qwen3", 0))
+    update, sender = plan_update(models("qwen3", 1), 1), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    index = 0
+    for spec in chunks(update, 1)[0]:
+        data, half = raw_bytes(update.tensors[spec.name]), spec.num_bytes // 2
+        for start, piece in ((0, data[:half]), (half, data[half:])):
+            part = spec_of(spec.name, torch.from_numpy(np.frombuffer(piece, np.uint8).copy()))
+            fields = {"part_of": msgspec.to_builtins(spec), "part_start": start, "load_format": "flattened_bucket"}
+            await transfer(engine, sender, announce(sender, "u", [part], index=index, **fields), [piece])
+            index += 1
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1
+
+
+@pytest.mark.parametrize("last", [True, False])
+async def test_a_flipped_bit_is_named_and_the_old_weights_serve_on(models, serve, last: bool) -> None:
+    engine = await serve(models("qwen3", 0))
+    before = await engine.client.generate(PROMPT, GREEDY)
+    update, sender = plan_update(models("qwen3", 1), 1), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    first, second = chunks(update, 2)
+    data = bytearray(b"".join(raw_bytes(update.tensors[s.name]) for s in first))
+    data[-1] ^= 1
+    body = announce(sender, "u", first, last=last, load_format="flattened_bucket")
+    if last:
+        with pytest.raises(EngineError, match=f"{first[-1].name}.*digest"):
+            await transfer(engine, sender, body, [bytes(data)])
+    else:
+        await transfer(engine, sender, body, [bytes(data)])  # verified while the next one is under way
+        body = announce(sender, "u", second, index=1, load_format="flattened_bucket")
+        sending = asyncio.create_task(sender.broadcast(bytes(sum(s.num_bytes for s in second))))
+        with pytest.raises(EngineError, match=f"{first[-1].name}.*digest"):
+            await engine.client.weight_call(DISTRIBUTED, body, "the next bucket")
+        sender.leave()
+        await asyncio.gather(sending, return_exceptions=True)
+    with pytest.raises(EngineError, match="not open"):
+        await engine.client.commit_weight_update("u")
+    await assert_serves_old(engine, before)
+
+
+async def test_a_sender_that_goes_away_fails_the_transfer_and_not_the_engine(models, serve) -> None:
+    engine = await serve(models("qwen3", 0))
+    before = await engine.client.generate(PROMPT, GREEDY)
+    update, sender = plan_update(models("qwen3", 1), 1), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    body = announce(sender, "u", chunks(update, 1)[0], load_format="flattened_bucket")
+    call = asyncio.create_task(engine.client.weight_call(DISTRIBUTED, body, "tensors"))
+    await asyncio.sleep(0.05)
+    sender.leave()
+    with pytest.raises(EngineError, match="a broadcast in group g failed"):
+        await call
+    with pytest.raises(EngineError, match=r"not open|join it first"):
+        await engine.client.weight_call(DISTRIBUTED, body, "tensors")
+    await assert_serves_old(engine, before)
+    await sender.meet(engine, "h")
+    await engine.client.begin_weight_update("v", update.manifest)
+    for index, specs in enumerate(chunks(update, 2)):
+        body = announce(sender, "v", specs, index=index, last=bool(index), load_format="flattened_bucket")
+        await transfer(engine, sender, body, [b"".join(raw_bytes(update.tensors[s.name]) for s in specs)])
+    await engine.client.commit_weight_update("v")
+    assert await engine.client.weight_version() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"digests": None}, "lists of one length"),
+        ({"names": []}, "lists of one length"),
+        ({"names": ["a", "b"]}, "lists of one length"),
+        ({"digests": [None]}, "without a digest"),
+        ({"load_format": "pickle"}, "flattened_bucket"),
+        ({"group_name": "other"}, "join it first"),
+        ({"update_id": ""}, "non-empty string"),
+    ],
+)
+async def test_bad_announcements_are_refused(models, serve, change: dict[str, Any], reason: str) -> None:
+    engine = await serve(models("qwen3", 0))
+    update, sender = plan_update(models("qwen3", 1), 1), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    spec = chunks(update, 1)[0][0]
+    body = announce(sender, "u", [spec], load_format="flattened_bucket") | change
+    sending = asyncio.create_task(sender.broadcast(raw_bytes(update.tensors[spec.name])))
+    with pytest.raises(EngineError, match=reason) as caught:
+        await engine.client.weight_call(DISTRIBUTED, body, "tensors")
+    assert caught.value.status == 400
+    await engine.post("/destroy_weights_update_group", {"group_name": "g"})
+    sender.leave()
+    await asyncio.gather(sending, return_exceptions=True)
+
+
+class Parcels:
+    """A way for weights to come that this package does not know."""
+
+    def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec]) -> None:
+        self.address = f"{request.group_name} with {len(specs)} tensors"
+        self.update: Update
+
+    def receive(self, bucket: dict[str, Any]) -> list[Arrival]:
+        update = plan_update(Path(bucket["folder"]), 1)
+        return [
+            Arrival(spec=spec_of(name, tensor), data=np.frombuffer(raw_bytes(tensor), np.uint8).copy())
+            for name, tensor in update.tensors.items()
+        ]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def test_an_engine_can_be_given_other_ways_for_weights_to_come(models, serve) -> None:
+    engine = await serve(models("qwen3", 0), groups={"parcels": Parcels})
+    update = plan_update(models("qwen3", 1), 1)
+    request = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2, "backend": "parcels"}
+    answer = await engine.client.weight_call("/init_weights_update_group", request, "joining")
+    assert answer["address"] == f"weight_update_group with {len(update.tensors)} tensors"
+    await engine.client.begin_weight_update("u", update.manifest)
+    await engine.client.weight_call(DISTRIBUTED, {"update_id": "u", "folder": str(models("qwen3", 1))}, "parcels")
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1
