@@ -14,13 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from miles_qwen3.hardware import CPU
+from miles_rollout.sglang_launch import SglangOptions, option_arguments
+
 STUBS = Path(__file__).parent / "stubs"
-READY_SECONDS = 240.0
+READY_SECONDS = 900.0
 CPU_OPTIONS = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 "
-    "--disable-cuda-graph --disable-overlap-schedule --mem-fraction-static 0.1 --max-total-tokens 20000 "
-    "--skip-server-warmup --sleep-on-idle"
-).split()
+    *option_arguments(SglangOptions(**CPU.overrides["engine"]["sglang"])),
+    "--dtype",
+    "float32",
+    "--skip-server-warmup",
+)
+"""What a run on the CPU starts SGLang with."""
 
 
 def sglang_python() -> str:

@@ -10,7 +10,7 @@ from miles_rollout.engine.conformance import CHECKS, run_checks
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.engine_identity import EngineKind
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 LOGPROB_TOLERANCE = 2e-5
 """Nats by which the engines' float32 log-probs of the same tokens may differ; 3e-6 was the most that was seen."""

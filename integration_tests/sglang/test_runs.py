@@ -16,7 +16,7 @@ from miles_contracts import SamplingParams
 from miles_qwen3.model import build_tiny
 from miles_rollout.engine_client import EngineClient
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
 def train(run: Path, *options: object) -> list[object]:
@@ -33,7 +33,7 @@ def report_of(shell: Shell, run: Path) -> dict[str, object]:
 
 def test_a_game_of_several_turns_is_learnt_with_sglang(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shell.run(*train(run, "--task", "guess", "--steps", 50), timeout=850)
+    shell.run(*train(run, "--task", "guess", "--steps", 50), timeout=1700)
     report = report_of(shell, run)
     assert (report["status"], report["steps"]) == ("finished", 50)
     # 0.00 -> 0.35 after 40 steps; without seeds in the engine, no two runs are alike
@@ -60,7 +60,7 @@ def test_a_mixture_replays_the_experts_of_an_sglang_that_is_killed(shell: Shell,
         time.sleep(0.1)
     (scheduler, *_) = [pid for pid, line in descendants(process.pid).items() if "sglang::scheduler" in line]
     os.kill(scheduler, signal.SIGKILL)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=1700)
     assert process.returncode == 0, out + err
     report = report_of(shell, run)
     assert (report["status"], report["steps"], report["engine_restarts"]) == ("finished", 8, 1)
@@ -88,7 +88,7 @@ async def test_engines_that_somebody_else_started(shell: Shell, tmp_path: Path) 
         refused = shell.run(*start(tmp_path / "refused"), status=2)
         assert f"the SGLang at {theirs} takes no shared-memory buckets; use broadcast or disk" in refused
 
-        shell.run(*start(tmp_path / "run", "--sync.transport", "broadcast"), timeout=600)
+        shell.run(*start(tmp_path / "run", "--sync.transport", "broadcast"), timeout=1700)
         report = report_of(shell, tmp_path / "run")
         assert (report["status"], report["steps"], report["token_mismatches"]) == ("finished", 4, 0)
         assert report["engine_restarts"] == 0

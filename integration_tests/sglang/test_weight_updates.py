@@ -19,7 +19,7 @@ from miles_loop.transports import BroadcastTransport, LocalTransport
 from miles_rollout.engine_client import EngineClient
 from miles_sync import Expect, FleetFencedError, LogprobCanary, UpdateReport, update_weights
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 BUCKET_BYTES = 1 << 16
