@@ -148,7 +148,7 @@ def _engine(layer: Mapping[str, Any], config: RunConfig, generation_s: float) ->
         return simulate(pipeline, asked.workload_model(), rates, asked.trainer_rates(None)).generation_s
 
     low, high = 1e-7, 1e3
-    for _ in range(28):
+    for _ in range(18):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if simulated(middle) < generation_s else (low, middle)
     return engine(math.sqrt(low * high))
