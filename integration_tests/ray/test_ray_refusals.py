@@ -46,7 +46,8 @@ def test_a_router_that_cannot_follow_engines_is_refused(tmp_path: Path) -> None:
 
 def test_a_cluster_without_room_ends_the_run_by_name(cluster: TwoNodes, shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ("--runtime.ray.engine_gpus", 1, "--runtime.ray.placement_timeout_s", 1, "--run-dir", run)
+    options = ("--runtime.ray.engine_gpus", 1, "--runtime.ray.trainer_gpus", 0, "--run-dir", run)
+    options += ("--runtime.ray.placement_timeout_s", 1)
     said = refused(shell, *cluster.options, *options, status=1)
     assert "no node has 1 CPU, 1 GPU for engine-0" in said
     assert json.loads((run / "status.json").read_text())["reason"] == "no_room"
