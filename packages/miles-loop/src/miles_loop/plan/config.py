@@ -50,10 +50,20 @@ class PipelineSection(Section):
     """Later turns of a trajectory find what their engine has computed under the same weights."""
     steps: Positive = 60
     """Optimiser steps to simulate."""
-    warmup: NonNegative = 10
-    """Steps at the start that no figure counts."""
+    warmup: NonNegative | None = None
+    """Steps at the start that no figure counts; default: a fifth, 10 at most."""
     seed: NonNegative = 0
     """Seed of everything random."""
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> PipelineSection:
+        if self.batch % self.group_size:
+            raise ValueError(f"group_size: a batch of {self.batch} is no whole number of such groups")
+        if self.in_flight is not None and self.in_flight < self.group_size:
+            raise ValueError(f"in_flight: one group needs {self.group_size}")
+        if not self.depths:
+            raise ValueError("depths: give at least one depth")
+        return self
 
 
 class WorkloadSection(Section):
@@ -192,15 +202,6 @@ class PlanConfig(Section):
     notes: tuple[str, ...] = ()
     """Assumptions in words, shown with the answer."""
 
-    @model_validator(mode="after")
-    def _groups_fill_the_batch(self) -> PlanConfig:
-        pipeline = self.pipeline
-        if pipeline.batch % pipeline.group_size:
-            raise ValueError(f"pipeline.group_size: a batch of {pipeline.batch} is no whole number of such groups")
-        if not pipeline.depths:
-            raise ValueError("pipeline.depths: give at least one depth")
-        return self
-
     @property
     def in_flight(self) -> int:
         """Most trajectories in flight, with the default resolved."""
@@ -240,7 +241,7 @@ class PlanConfig(Section):
             retract=p.update_mode == "retract",
             engines=engines,
             steps=p.steps,
-            warmup=p.warmup,
+            warmup=min(p.steps // 5, 10) if p.warmup is None else p.warmup,
             prefix_cache=p.prefix_cache,
         )
 
