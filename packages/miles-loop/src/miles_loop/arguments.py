@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import RunConfig, TransportKind
+from miles_loop.config import RunConfig, RuntimeKind, TransportKind
 from miles_loop.options import Layer, Option, build, find_option, merge, nest, options, parse_text, read_toml
 from miles_loop.recipe import Recipe
 from miles_rollout.engine_identity import EngineKind
@@ -193,4 +193,9 @@ def config_for(recipe: Recipe, parsed: Parsed) -> RunConfig:
         InvalidFieldError: naming field, value and remedy.
     """
     file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
-    return build(RunConfig, layers_for(recipe, file, parsed.settings))
+    config = build(RunConfig, layers_for(recipe, file, parsed.settings))
+    # Only asked of a new run: one that is continued elsewhere may keep the address of the cluster it was on.
+    if config.runtime.ray.address is not None and config.runtime.kind is not RuntimeKind.RAY:
+        remedy = "it names a Ray cluster; choose --runtime ray, or leave it out"
+        raise InvalidFieldError("runtime.ray.address", config.runtime.ray.address, remedy)
+    return config

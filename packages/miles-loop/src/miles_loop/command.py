@@ -16,7 +16,7 @@ import msgspec
 from miles_contracts import InvalidFieldError, MilesError
 from miles_loop import toml
 from miles_loop.arguments import Flag, Parsed, config_for, parse
-from miles_loop.config import RunConfig
+from miles_loop.config import RunConfig, RuntimeKind
 from miles_loop.errors import DiskFullError, InterruptedRunError
 from miles_loop.names import nearest
 from miles_loop.options import build, merge
@@ -220,9 +220,13 @@ def _summarise(folder: Any, config: RunConfig) -> None:
 def _eval(recipe: Recipe, parsed: Parsed) -> int:
     _no_words(parsed)
     from miles_loop.evaluation_session import evaluate_model
+    from miles_loop.runtime import require_runtime
 
     config = _eval_config(recipe, parsed)
-    with tempfile.TemporaryDirectory(prefix="miles-eval-") as logs:
+    require_runtime(config)
+    # On a cluster the nodes write their logs there, so it has to be where runs are, not on this machine's own disk.
+    where = Path.cwd() if config.runtime.kind is RuntimeKind.RAY else None
+    with tempfile.TemporaryDirectory(prefix="miles-eval-", dir=where) as logs:
         metrics = asyncio.run(evaluate_model(recipe, config, Path(logs)))
     if "json" in parsed.flags:
         sys.stdout.write(msgspec.json.encode({"model": config.model, **metrics}).decode() + "\n")

@@ -425,12 +425,6 @@ class RuntimeConfig(Section):
     stop_timeout_s: Seconds = 10.0
     """Grace period for children to end before they are killed."""
 
-    @model_validator(mode="after")
-    def _ray_is_chosen(self) -> RuntimeConfig:
-        if self.kind is not RuntimeKind.RAY and self.ray.address is not None:
-            raise ValueError("ray.address: it names a Ray cluster; choose --runtime ray, or leave it out")
-        return self
-
 
 class RunConfig(Section):
     """One run, complete: what `--dry-run` prints and the run folder stores as `config.toml`."""
