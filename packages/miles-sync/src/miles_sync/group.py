@@ -79,11 +79,11 @@ class Meeting:
         store = dist.PrefixStore(prefix, self._connect())  # type: ignore[attr-defined]
         try:
             if backend == "gloo":
-                return _TorchGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
+                return _TorchGroup(dist.ProcessGroupGloo(store, rank, size, timeout), self)
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                return _TorchGroup(dist.ProcessGroupNCCL(store, rank, size, options))
+                return _TorchGroup(dist.ProcessGroupNCCL(store, rank, size, options), self)
         except RuntimeError as error:
             remedy = "every rank of the group has to join; see the missing rank's log"
             raise DeadlineExceededError(f"all {size} ranks of group {name}", self.timeout_s, remedy) from error
@@ -91,10 +91,13 @@ class Meeting:
 
 
 class _TorchGroup:
-    """A `torch.distributed` process group outside the default one, so that it can come and go."""
+    """A `torch.distributed` process group outside the default one, so that it can come and go.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    It keeps its meeting point: ranks that are slower than the server's have still to find each other there.
+    """
+
+    def __init__(self, group: Any, meeting: Meeting) -> None:
+        self._group, self._meeting = group, meeting
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
