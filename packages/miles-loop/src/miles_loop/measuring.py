@@ -187,7 +187,7 @@ async def _snapshots(
     snapshots = SnapshotEvaluation(
         evaluator=evaluator,
         export=export,
-        directory=folder.snapshots,
+        directory=_absolute(folder.snapshots),
         max_outstanding=settings.max_outstanding,
         overflow=Overflow(settings.overflow),
         keep=settings.keep_snapshots,
@@ -199,6 +199,11 @@ async def _snapshots(
         await snapshots.close()
         if folder.snapshots.is_dir() and not any(folder.snapshots.iterdir()):
             folder.snapshots.rmdir()
+
+
+def _absolute(folder: Path) -> Path:
+    """Engines and programs that load snapshots may run in another folder."""
+    return folder.resolve()
 
 
 def _on_engines(config: RunConfig, engines: EvaluationEngines, tasks: Sequence[HeldOut]) -> Evaluator:
