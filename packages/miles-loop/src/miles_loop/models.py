@@ -142,7 +142,7 @@ def max_context(model: Path) -> int | None:
 
 def num_experts(model: Path) -> int | None:
     """Experts of a layer of a mixture-of-experts model, None for a dense one."""
-    return _declared(model, "num_experts", "n_routed_experts", "num_local_experts")
+    return _declared(model, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def num_layers(model: Path) -> int | None:

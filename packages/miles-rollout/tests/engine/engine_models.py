@@ -34,6 +34,24 @@ _LINEAR = {
     "linear_value_head_dim": 8,
 }
 
+_DSA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 256,
+}
+
 
 def _config(name: str, **fields: Any) -> Any:
     return getattr(transformers, name)(**{**_BASE, **fields})
@@ -77,6 +95,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         qk_nope_head_dim=8,
         v_head_dim=8,
     ),
+    "minimax_m2": lambda: _config(
+        "MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=2, head_dim=8, rotary_dim=4
+    ),
+    "glm_moe_dsa": lambda: _config("GlmMoeDsaConfig", **_DSA),
+    "deepseek_v32": lambda: _config("DeepseekV32Config", **_DSA),
     "qwen3_next": lambda: _config("Qwen3NextConfig", **_LINEAR, **_MOE, shared_expert_intermediate_size=16),
 }
 

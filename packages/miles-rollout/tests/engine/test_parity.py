@@ -13,7 +13,7 @@ from miles_rollout.engine.sequence import Sequence
 
 MAX_ERROR = 2e-5
 """Nats. Float32 engine against a float64 pass of the same weights: what is left is float32 rounding."""
-NATIVE = {"qwen3_next"}
+NATIVE = {"qwen3_next", "glm_moe_dsa", "deepseek_v32"}
 
 
 def ragged(count: int, **params: object) -> list[Sequence]:

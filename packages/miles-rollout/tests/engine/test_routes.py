@@ -18,7 +18,16 @@ from engine_weights import plan_update, write_buckets
 from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams, wire
 from miles_rollout.engine.sequence import Sampling, Sequence
 
-FAMILIES = ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
+FAMILIES = [
+    "qwen3_moe",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "deepseek_v3",
+    "deepseek_v32",
+    "gpt_oss",
+    "minimax_m2",
+    "qwen3_next",
+]
 PROMPT = list(range(3, 33))
 
 

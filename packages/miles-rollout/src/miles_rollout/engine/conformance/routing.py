@@ -47,6 +47,14 @@ async def the_cache_keeps_the_experts(subject: Subject) -> None:
     require(np.array_equal(fresh.routing, cached.routing), "cached tokens have other experts")
 
 
+async def only_the_wanted_experts_are_sent(subject: Subject) -> None:
+    """A later turn of a session gets the rows of the tokens it fed, not those of the whole history again."""
+    whole = await subject.engine.generate(PROMPT, greedy(6), routing=True)
+    for start in (1, len(PROMPT) - 1, len(PROMPT)):
+        part = await subject.engine.generate(PROMPT, greedy(6), routing=True, routing_start=start)
+        require(np.array_equal(part.routing, whole.routing[start:]), f"other experts from token {start} on")
+
+
 async def a_dense_model_has_no_experts(subject: Subject) -> None:
     """Asking a dense model for experts is an error, not an empty answer."""
     try:
@@ -59,5 +67,6 @@ async def a_dense_model_has_no_experts(subject: Subject) -> None:
 CHECKS: tuple[Check, ...] = (
     Check("every fed token has its experts", every_fed_token_has_its_experts, needs=_dense),
     Check("the cache keeps the experts", the_cache_keeps_the_experts, needs=_dense),
+    Check("only the wanted experts are sent", only_the_wanted_experts_are_sent, needs=_dense),
     Check("a dense model has no experts", a_dense_model_has_no_experts, needs=_mixture),
 )
