@@ -203,7 +203,6 @@ class BroadcastReceiver(Receiver):
         self._group: Group | None = None
         self._group_name = ""
         self._meeting: Meeting | None = None
-        self._buffers: list[Bytes] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
         self._verifying: Future[Any] | None = None
         self._verifier = Lane("verify")
         self._last: tuple[str, int] | None = None
@@ -220,10 +219,8 @@ class BroadcastReceiver(Receiver):
         if self._last == (bucket.update_id, bucket.index):
             return
         group = self._join(bucket)
-        slot = bucket.index % 2
-        if len(self._buffers[slot]) < bucket.num_bytes:
-            self._buffers[slot] = np.empty(bucket.num_bytes, np.uint8)
-        memory = self._buffers[slot][: bucket.num_bytes]
+        # Tensors that came whole stay where they came: what is received here is what will serve.
+        memory: Bytes = np.empty(bucket.num_bytes, np.uint8)
         tensor = torch.from_numpy(memory)
         try:
             if self._device == "cpu":
@@ -241,7 +238,10 @@ class BroadcastReceiver(Receiver):
         def verify() -> None:
             for placed in bucket.tensors:
                 data = memory[placed.offset : placed.offset + placed.spec.num_bytes]
-                staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
+                if bucket.part_of is None:
+                    staging.adopt(placed.spec, data)
+                else:
+                    staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
 
         self._verifying = self._verifier.submit(verify)
         if bucket.last:

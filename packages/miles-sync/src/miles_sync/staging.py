@@ -27,16 +27,7 @@ class Staging:
             WeightUpdateError: names the tensor and what is wrong with it; it then counts as not delivered.
         """
         whole = part_of if part_of is not None else spec
-        expected = self._specs.get(whole.name)
-        if expected is None:
-            raise WeightUpdateError("is not in the manifest", tensor=whole.name)
-        if (whole.dtype, whole.shape) != (expected.dtype, expected.shape):
-            raise WeightUpdateError(
-                f"came as {whole.dtype}{list(whole.shape)}, the manifest says {expected.dtype}{list(expected.shape)}",
-                tensor=whole.name,
-            )
-        if start < 0 or start + len(data) > expected.num_bytes:
-            raise WeightUpdateError(f"a part at byte {start} lies outside the tensor", tensor=whole.name)
+        expected = self._expected(whole, start, len(data))
         target = self._data.get(whole.name)
         if target is None:
             target = self._data[whole.name] = np.empty(expected.num_bytes, np.uint8)
@@ -49,6 +40,34 @@ class Staging:
         parts[start] = len(data)
         if part_of is not None and part_of.digest is not None:
             self._whole[whole.name] = part_of.digest
+
+    def adopt(self, spec: TensorSpec, data: Bytes) -> None:
+        """As `put` of a whole tensor, without a copy: `data` is ours from now on, and nobody else's.
+
+        Raises:
+            WeightUpdateError: as `put`.
+        """
+        self._expected(spec, 0, len(data))
+        self._parts.pop(spec.name, None)
+        if spec.digest is not None:
+            got = digest_bytes(data)
+            if got != spec.digest:
+                raise WeightUpdateError(f"digest is {got}, the sender says {spec.digest}", tensor=spec.name)
+        self._data[spec.name], self._parts[spec.name] = data, {0: len(data)}
+
+    def _expected(self, whole: TensorSpec, start: int, length: int) -> TensorSpec:
+        """The manifest's spec of a tensor of which `length` bytes from `start` on have come."""
+        expected = self._specs.get(whole.name)
+        if expected is None:
+            raise WeightUpdateError("is not in the manifest", tensor=whole.name)
+        if (whole.dtype, whole.shape) != (expected.dtype, expected.shape):
+            raise WeightUpdateError(
+                f"came as {whole.dtype}{list(whole.shape)}, the manifest says {expected.dtype}{list(expected.shape)}",
+                tensor=whole.name,
+            )
+        if start < 0 or start + length > expected.num_bytes:
+            raise WeightUpdateError(f"a part at byte {start} lies outside the tensor", tensor=whole.name)
+        return expected
 
     def finish(self) -> dict[str, torch.Tensor]:
         """All tensors.
