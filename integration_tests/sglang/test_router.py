@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from conftest import Served
 
 from miles_contracts import SamplingParams
 from miles_loop.audit import EngineRecords
@@ -25,7 +24,7 @@ def prompt(session: int) -> list[int]:
     return [5 + session, *range(10, 60)]
 
 
-async def test_sessions_of_a_mixed_fleet_get_the_answers_of_their_engines(dense: Served, tmp_path: Path) -> None:
+async def test_sessions_of_a_mixed_fleet_get_the_answers_of_their_engines(dense, tmp_path: Path) -> None:
     port, metrics_port = choose_ports("127.0.0.1", 0, 2)
     front = Gateway(
         ChildProcess(gateway_spec("127.0.0.1", port, metrics_port), tmp_path / "router.log"),
