@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from aiohttp import web
 from recipe_runs import SMALL, Shell, records
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from miles_contracts import Group, Trajectory, wire
+from miles_contracts import Group, SamplingParams, Trajectory, TrajectoryIdentity, wire
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.trainer_link import route_digests, turn_digest
 from miles_qwen3.model import build_moe
 from miles_rollout.engine.cli import bind, build
 from miles_rollout.engine.config import EngineConfig
 from miles_rollout.engine_client import EngineClient
+from miles_rollout.generate.trajectories import single_generation
 from miles_rollout.renderers import load_renderer
 from miles_rollout.session import SessionConfig, SessionServer
 from miles_trainer import Trainer, TrainerConfig
@@ -31,9 +32,10 @@ TURNS = 4
 
 
 @asynccontextmanager
-async def engine_on(model: Path) -> AsyncIterator[EngineClient]:
-    """The embedded engine, float32, on a free port."""
-    server = await asyncio.to_thread(build, EngineConfig(model_path=model, port=0, weight_version="0"))
+async def engine_on(model: Path, dtype: str = "auto") -> AsyncIterator[EngineClient]:
+    """The embedded engine on a free port."""
+    config = EngineConfig(model_path=model, port=0, weight_version="0", dtype=dtype)
+    server = await asyncio.to_thread(build, config)
     runner = web.AppRunner(server.application(server.core), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     listener = bind("127.0.0.1", 0)
@@ -106,7 +108,7 @@ async def test_a_session_of_several_turns_is_replayed_as_it_was_sampled(tmp_path
     assert [start for start, _ in asked[:TURNS]] == [0, *(t.end - 1 for t in made[0].turns[:-1])]
 
     members = tuple(
-        t.replace(reward=float(i), identity=t.identity.__class__(prompt_index=0, member=i)) for i, t in enumerate(made)
+        t.replace(reward=float(i), identity=TrajectoryIdentity(prompt_index=0, member=i)) for i, t in enumerate(made)
     )
     group = Group(prompt_index=0, size=2, trajectories=members)
     (received,) = wire.decode(wire.encode([group]), list[Group])
@@ -119,6 +121,48 @@ async def test_a_session_of_several_turns_is_replayed_as_it_was_sampled(tmp_path
     report = records.audit([group], digests, route_digests([received]))
     assert (report.mismatches, report.route_mismatches) == (0, 0)
     assert report.routes_audited == sum(t.num_tokens - 1 for t in made)
+
+
+async def test_a_bfloat16_engine_and_a_float32_trainer_agree_when_routes_are_replayed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=32,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    prompts = [list(range(3, 9 + i)) for i in range(24)]
+    async with engine_on(tmp_path, "bfloat16") as client:
+        params = [SamplingParams(max_new_tokens=40, seed=i, ignore_eos=True) for i in range(24)]
+        names = [f"r{i}" for i in range(24)]
+        said = await client.generate_batch(prompts, params, request_ids=names, routing=True)
+    members = tuple(
+        single_generation(
+            identity=TrajectoryIdentity(prompt_index=0, member=i),
+            prompt_ids=prompt,
+            result=result,
+            params=params[i],
+            num_experts=32,
+        ).replace(reward=float(i % 2))
+        for i, (prompt, result) in enumerate(zip(prompts, said, strict=True))
+    )
+    group = Group(prompt_index=0, size=24, trajectories=members)
+    settings = {"dtype": "float32", "optimizer": {"lr": 0.0}}
+    on = Trainer(tmp_path, TrainerConfig.model_validate(settings), seed=0).train_step([group])
+    settings["replay"] = {"enabled": False}
+    off = Trainer(tmp_path, TrainerConfig.model_validate(settings), seed=0).train_step([group])
+    assert 0.9 < on["router_agreement"] < 1.0
+    assert on["train_rollout_kl"] < 0.1 * off["train_rollout_kl"]
+    assert on["train_rollout_logprob_abs_diff"] < 0.7 * off["train_rollout_logprob_abs_diff"]
 
 
 def test_an_agents_run_audits_its_routes(shell: Shell, tmp_path: Path) -> None:
