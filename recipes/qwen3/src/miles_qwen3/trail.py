@@ -3,10 +3,10 @@
 The player is told where to start. The note at a place, read by calling the tool `look`, names the next place, and the
 last note is a letter: the box of that letter has to be opened with the tool `open`. Every call needs what the last one
 has answered, so the game is won only by a policy that reads the results of its calls; they are OpenAI tool calls in
-Qwen3's own form. `python -m miles_qwen3.trail FOLDER` writes the problems: 168 trails for training, 48 held out.
+Qwen3's own form. `python -m miles_qwen3.trail FOLDER` writes the problems: 48 trails for training, 16 held out.
 
-Some training games start at a letter and take one call. Without them a policy that starts at random has unlearnt the
-second tool by the time it gets as far as the end of a trail.
+Half of the training games start at a letter and take one call. Without them a policy that starts at random has
+unlearnt the second tool by the time it gets as far as the end of a trail.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PLACES, LETTERS = "012345", "abcdef"
-HELD_OUT, SPLIT_SEED = 48, 11
+PLACES, LETTERS = "0123", "abcd"
+HELD_OUT, SPLIT_SEED = 16, 11
 TRAIN_FILE, HELD_OUT_FILE = "trail_train.jsonl", "trail_held_out.jsonl"
 
 
@@ -54,9 +54,9 @@ def trails() -> tuple[list[str], list[str]]:
 
 
 def training_games() -> list[str]:
-    """The training trails, and games of the letter alone; the shorter ones repeated, to be met as often."""
+    """The training trails, the short ones repeated, and as many games of the letter alone: both tools are met first."""
     train, _ = trails()
-    return [*(12 * LETTERS), *(trail for trail in train for _ in range(3 if len(trail) == 2 else 1))]
+    return [*(20 * LETTERS), *(trail for trail in train for _ in range(3 if len(trail) == 2 else 1))]
 
 
 def lines(games: Iterable[str], *, all_or_nothing: bool = False) -> str:

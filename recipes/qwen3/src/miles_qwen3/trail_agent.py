@@ -15,14 +15,14 @@ _OPENING = "<tool_call>"
 _PIECE = re.compile("|".join([_OPENING, *map(re.escape, CALLS.values()), "."]), re.DOTALL)
 _SILENT = re.compile("\n|</tool_call>")
 """What a call may have or leave out."""
-_TOOL_OF = {text: "look" if note in PLACES else "open" for note, text in CALLS.items()}
+_CALLS = frozenset(CALLS.values())
 
 
 async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
     """One game. `task.label` is the trail: places, then the letter.
 
-    The game ends with the first step that is not the right one. Each right step is worth 1, a wrong one less, the more
-    the closer it is to the right one; half of that when it ran into the length limit, so that ending a turn pays. With
+    The game ends with the first step that is not the right one. Each right step is worth 1, a wrong one up to 1/2, the
+    more the closer it is; half of that when it ran into the length limit, so that ending a turn pays. With
     `task.metadata["all_or_nothing"]` a game that is won is worth 1, any other 0: so held-out games are scored.
     """
     trail = _trail_of(task)
@@ -34,7 +34,7 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
             calls += len(reply.calls)
             said, wanted = pieces(reply), [_OPENING, CALLS[note]]
             if said != wanted or not reply.complete or len(reply.calls) != 1:
-                credit = closeness(said, wanted) / (1 if reply.complete else 2)
+                credit = closeness(said, wanted) / (2 if reply.complete else 4)
                 break
             done += 1
             message = {"role": "tool", "tool_call_id": reply.calls[0]["id"], "content": answer}
@@ -57,12 +57,11 @@ def _spelled(function: Mapping[str, Any]) -> str:
 def closeness(said: Sequence[str], wanted: Sequence[str]) -> float:
     """How near a turn is to the right one, in [0, 1].
 
-    Its pieces are compared three times: as they are, by tool, and calls with anything else. So a call of any kind is
-    worth something, one of the right tool more: from there the right one is found.
+    Its pieces are compared twice: as they are, and with all calls taken for one. So a call is worth something whatever
+    it is; which one it has to be shows only in the notes, and nothing is gained by preferring one of them blindly.
     """
-    tools = [_TOOL_OF.get(part, part) for part in said], [_TOOL_OF.get(part, part) for part in wanted]
-    calls = [part in _TOOL_OF or part for part in said], [part in _TOOL_OF or part for part in wanted]
-    distance = (edit_distance(said, wanted) + edit_distance(*tools) + edit_distance(*calls)) / 3
+    any_call = [part in _CALLS or part for part in said], [part in _CALLS or part for part in wanted]
+    distance = (edit_distance(said, wanted) + edit_distance(*any_call)) / 2
     return 1.0 - distance / max(len(said), len(wanted))
 
 
