@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,15 @@ def test_steps_of_both_kinds() -> None:
     assert experts.step_s(1, 0.0) == pytest.approx(3.0)
     assert experts.step_s(2, 0.0) == pytest.approx(1.0 + 8.0 * (1 - 0.75**2))
     assert EngineRates(base_s=0.1, tokens_per_step=2.0).tokens_per_s(3) == pytest.approx(60.0)
+
+
+def test_a_measured_curve_is_straight_between_its_points() -> None:
+    rates = EngineRates(curve=((2, 0.01), (4, 0.03), (8, 0.04)))
+    steps = {1: 0.01, 2: 0.01, 3: 0.02, 4: 0.03, 6: 0.035, 8: 0.04, 16: 0.06}
+    assert {n: rates.step_s(n, 0.0) for n in steps} == pytest.approx(steps)
+    assert EngineRates(curve=((4, 0.02),)).step_s(9, 0.0) == 0.02
+    falling = EngineRates(curve=((1, 0.03), (2, 0.02)))
+    assert falling.step_s(100, 0.0) == 0.02
 
 
 def test_sequences_share_the_engine() -> None:
@@ -132,11 +142,15 @@ def test_no_token_is_lost_and_nobody_overtakes_an_equal(requests: list[tuple[flo
         ("tokens_per_step", {"base_s": 1.0, "tokens_per_step": 0.0}),
         ("max_running", {"base_s": 1.0, "max_running": 0}),
         ("kv_tokens", {"base_s": 1.0, "kv_tokens": 0}),
+        ("curve", {"curve": ((2, 0.1), (1, 0.1))}),
+        ("curve", {"curve": ((0, 0.1),)}),
+        ("curve", {"curve": ((1, 0.0),)}),
+        ("expert_share", {"base_s": 1.0, "expert_share": 0.0}),
     ],
 )
-def test_rates_that_cannot_be_are_refused(field: str, values: dict[str, float]) -> None:
+def test_rates_that_cannot_be_are_refused(field: str, values: dict[str, Any]) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        EngineRates(**values)  # type: ignore[arg-type]
+        EngineRates(**values)
     assert caught.value.field == field
 
 

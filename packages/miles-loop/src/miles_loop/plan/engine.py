@@ -103,7 +103,8 @@ class EngineRates:
             return self.curve[0][1]
         right = next((i for i, (n, _) in enumerate(self.curve) if n >= sequences), len(self.curve) - 1)
         (a, low), (b, high) = self.curve[right - 1], self.curve[right]
-        return max(low + (high - low) * (sequences - a) / (b - a), 0.5 * low)
+        # A last piece that falls (measurements are noisy) must not be followed down to nothing.
+        return max(low + (high - low) * (sequences - a) / (b - a), min(low, high))
 
     def tokens_per_s(self, sequences: int, context_tokens: float = 0.0) -> float:
         """Tokens that all sequences together gain in a second."""
