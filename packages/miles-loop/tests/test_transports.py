@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles_contracts import (
     EngineError,
     EngineUnavailableError,
+    GroupRequest,
     InvalidFieldError,
     PauseMode,
     ShmTensor,
@@ -70,6 +72,9 @@ class Client:
 
     async def weight_checksums(self) -> dict[str, str]:
         return self.checksums
+
+    async def join_weight_group(self, request: GroupRequest) -> dict[str, Any]:
+        return await self.weight_call("/init_weights_update_group", msgspec.to_builtins(request), "joining")
 
     async def leave_weight_group(self, name: str) -> None:
         self.calls.append(("leave", {"group_name": name}))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import Any, Protocol
 
 from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest, WeightUpdateError
 from miles_loop.trainer_link import SenderSettings
@@ -32,9 +30,7 @@ class WeightSender(Protocol):
             split: whether every receiver takes a large tensor in pieces.
         """
 
-    def send(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
-    ) -> Iterator[AnyBucket]:
+    def send(self, tensors: Iterable[tuple[str, Any]], manifest: WeightManifest, update_id: str) -> Iterator[AnyBucket]:
         """Send an update bucket by bucket."""
 
     def acknowledge(self, update_id: str, index: int) -> None:
@@ -100,7 +96,7 @@ class _Peer:
         self._sender = PeerSender(source, target, 0, self._writer, handles, self._bucket_bytes)
 
     def send(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
+        self, tensors: Iterable[tuple[str, Any]], manifest: WeightManifest, update_id: str
     ) -> Iterator[PeerBucket]:
         """Write into every engine's memory, round by round."""
         if self._sender is None:
