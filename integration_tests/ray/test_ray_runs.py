@@ -55,3 +55,16 @@ def test_a_game_through_the_session_server_over_every_transport(
     assert found[-1]["step"] == 3
     assert all(record["rollout/token_mismatches"] == 0 for record in found[1:])
     assert found[-1]["eval/guess/weight_version/mean"] == 3
+
+
+@pytest.mark.gate
+def test_a_run_is_measured_on_a_cluster_and_moves_to_one_machine(
+    cluster: TwoNodes, shell: Shell, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shell.run("miles-qwen3", "train", "--run-dir", run, "--steps", 2, *cluster.options, *SMALL)
+    measured = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    assert measured["eval/sort/reward"] == records(run)[-1]["eval/sort/reward"]
+    assert not list(tmp_path.glob("miles-eval-*")), "nothing is left of the measurement"
+    shell.run("miles-qwen3", "train", "--resume", run, "--runtime", "local", "--steps", 3)
+    assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
