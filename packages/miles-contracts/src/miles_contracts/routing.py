@@ -97,6 +97,8 @@ class RoutingTrace:
         """Build from ids of any integer dtype (an array, or what `np.asarray` makes one of); ids outside
         [0, num_experts) are refused, never wrapped."""
         expert_ids = np.asarray(expert_ids)
+        if expert_ids.dtype == narrowest_dtype(num_experts):
+            return cls(expert_ids=expert_ids, num_experts=num_experts)
         if expert_ids.size and (int(expert_ids.min()) < 0 or int(expert_ids.max()) >= num_experts):
             bad = int(expert_ids.min()) if int(expert_ids.min()) < 0 else int(expert_ids.max())
             raise InvalidFieldError("expert_ids", bad, f"ids are in [0, {num_experts})")
