@@ -13,7 +13,7 @@ from miles_loop.config import RunConfig
 from miles_loop.models import max_context, resolve_model
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder
-from miles_loop.runtime import LocalRuntime
+from miles_loop.runtime import Runtime
 from miles_rollout.evaluation import evaluate
 
 
@@ -32,7 +32,7 @@ async def evaluate_model(recipe: Recipe, config: RunConfig, scratch: Path) -> di
     folder = RunFolder(scratch)
     folder.logs.mkdir()
     model = await resolve_model(recipe, config.model, config.seed, folder.model, _say)
-    runtime = LocalRuntime(config, folder, EngineRecords(), _say)
+    runtime = Runtime(config, folder, EngineRecords(), _say)
     try:
         await runtime.launch(model, trainer=False)
         assembly = await asyncio.to_thread(Assembly, recipe, config, model, max_context(model))

@@ -23,7 +23,7 @@ from miles_loop.evaluation_engines import EvaluationEngines
 from miles_loop.hosts import LocalHost
 from miles_loop.processes import Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
-from miles_loop.runtime import LocalRuntime, engine_spec
+from miles_loop.runtime import Runtime, engine_spec
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.evaluation import (
     DedicatedEvaluator,
@@ -129,7 +129,7 @@ class FromSnapshots:
 async def open_measurement(
     config: RunConfig,
     assembly: Assembly,
-    runtime: LocalRuntime,
+    runtime: Runtime,
     worker: RolloutWorker,
     folder: RunFolder,
     model: Path,
@@ -175,7 +175,7 @@ async def open_measurement(
 
 @asynccontextmanager
 async def _snapshots(
-    config: RunConfig, evaluator: Evaluator, runtime: LocalRuntime, folder: RunFolder
+    config: RunConfig, evaluator: Evaluator, runtime: Runtime, folder: RunFolder
 ) -> AsyncIterator[SnapshotEvaluation]:
     settings = config.evaluation
     shutil.rmtree(folder.snapshots, ignore_errors=True)  # of a run that was killed

@@ -22,7 +22,7 @@ from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import TRAINER, LocalRuntime, start_message
+from miles_loop.runtime import TRAINER, Runtime, start_message
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
@@ -152,7 +152,7 @@ class RunSession:
         self._phase("making the model")
         model = await resolve_model(self._recipe, config.model, config.seed, folder.model, self._event)
         records = EngineRecords()
-        runtime = LocalRuntime(config, folder, records, self._event)
+        runtime = Runtime(config, folder, records, self._event)
         try:
             self._phase("starting engines and trainer")
             await runtime.launch(model)
@@ -180,7 +180,7 @@ class RunSession:
             self._phase("ending processes")
             await runtime.stop()
 
-    async def _drive(self, assembly: Assembly, runtime: LocalRuntime, records: EngineRecords, model: Path) -> None:
+    async def _drive(self, assembly: Assembly, runtime: Runtime, records: EngineRecords, model: Path) -> None:
         from miles_loop.driver import Driver, DriverParts
         from miles_loop.measuring import open_measurement
 
@@ -213,7 +213,7 @@ class RunSession:
                 await rollout.worker.close()
                 driver.close()
 
-    async def _supervise(self, work: Awaitable[None], runtime: LocalRuntime) -> None:
+    async def _supervise(self, work: Awaitable[None], runtime: Runtime) -> None:
         """The loop, until it ends or a process that it cannot do without does."""
         loop = asyncio.ensure_future(work)
         trainer_died = asyncio.ensure_future(runtime.trainer_died())

@@ -100,7 +100,7 @@ def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Calla
     return LocalHost(folder.logs, config.engine.host, config.engine.port)
 
 
-class LocalRuntime:
+class Runtime:
     """Processes of one run.
 
     Args:
