@@ -27,7 +27,11 @@ def frame_response(body: Any) -> web.Response:
 
 def refusal(error: Exception, status: int) -> web.Response:
     """An error in a form that both SGLang's and our clients read."""
-    body: dict[str, Any] = {"success": False, "message": str(error), "error": {"message": str(error)}}
+    message = str(error)
+    if isinstance(error, WeightUpdateError):
+        # Whoever runs the update says what it came to; here only what was wrong with this call.
+        message = f"tensor {error.tensor}: {error.reason}" if error.tensor else error.reason
+    body: dict[str, Any] = {"success": False, "message": message, "error": {"message": message}}
     if isinstance(error, InvalidFieldError):
         body["field"] = error.field
     if isinstance(error, WeightUpdateError):
