@@ -74,11 +74,11 @@ async def test_who_reads_the_notes_wins(renderer: Renderer, label: str) -> None:
     async with served(renderer, follows) as url:
         result = await play(url, task(label), SamplingParams(max_new_tokens=16), {"api_key": "none"})
     assert result.metrics == {"won": 1.0, "right_steps": float(len(label)), "tool_calls": float(len(label))}
-    assert result.reward == len(label)
+    assert result.reward == 1.0
 
 
 @pytest.mark.parametrize(
-    ("said", "low", "high"), [(trail.CALLS["0"], 0.3, 0.4), ("x", 0.2, 0.3), (trail.CALLS["a"], 0.3, 0.4)]
+    ("said", "low", "high"), [(trail.CALLS["0"], 0.7, 0.8), ("x", 0.4, 0.6), (trail.CALLS["a"], 0.7, 0.8)]
 )
 async def test_a_wrong_call_ends_the_game(renderer: Renderer, said: str, low: float, high: float) -> None:
     asked: list[str] = []
@@ -103,7 +103,7 @@ async def test_held_out_games_are_won_or_not(renderer: Renderer) -> None:
 async def test_a_turn_at_its_length_limit_is_worth_half(renderer: Renderer) -> None:
     async with served(renderer, follows, finish="length") as url:
         result = await play(url, task("3c"), SamplingParams(max_new_tokens=16), {"api_key": "none"})
-    assert (result.reward, result.metrics["right_steps"]) == (0.25, 0.0)
+    assert (result.reward, result.metrics["right_steps"]) == (0.5, 0.0)
 
 
 def test_nearer_is_worth_more() -> None:

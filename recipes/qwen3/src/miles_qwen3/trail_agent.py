@@ -21,9 +21,10 @@ _CALLS = frozenset(CALLS.values())
 async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapping[str, Any]) -> AgentResult:
     """One game. `task.label` is the trail: places, then the letter.
 
-    The game ends with the first step that is not the right one. Each right step is worth 1, a wrong one up to 1/2, the
-    more the closer it is; half of that when it ran into the length limit, so that ending a turn pays. With
-    `task.metadata["all_or_nothing"]` a game that is won is worth 1, any other 0: so held-out games are scored.
+    The game ends with the first step that is not the right one. Each right step is worth 1, the wrong one and those
+    that are not played any more its closeness to the right one, halved when it ran into the length limit, so that
+    ending a turn pays; the reward is the mean. With `task.metadata["all_or_nothing"]` a game that is won is worth 1,
+    any other 0: so held-out games are scored.
     """
     trail = _trail_of(task)
     message: dict[str, Any] = {"role": "user", "content": opening(trail)}
@@ -34,12 +35,13 @@ async def play(base_url: str, task: Task, params: SamplingParams, metadata: Mapp
             calls += len(reply.calls)
             said, wanted = pieces(reply), [_OPENING, CALLS[note]]
             if said != wanted or not reply.complete or len(reply.calls) != 1:
-                credit = closeness(said, wanted) / (2 if reply.complete else 4)
+                credit = closeness(said, wanted) / (1 if reply.complete else 2)
                 break
             done += 1
             message = {"role": "tool", "tool_call_id": reply.calls[0]["id"], "content": answer}
     won = done == len(trail)
-    reward = float(won) if task.metadata.get("all_or_nothing") else done + credit
+    mean = (done + credit * (len(trail) - done)) / len(trail)
+    reward = float(won) if task.metadata.get("all_or_nothing") else mean
     metrics = {"won": float(won), "right_steps": float(done), "tool_calls": float(calls)}
     return AgentResult(reward=reward, metrics=metrics)
 
