@@ -35,6 +35,7 @@ from miles_rollout.routing_rows import RoutingRows
 __all__ = ["Deadlines", "EngineClient", "parse_version"]
 
 _HEALTH_S = 5.0
+_FLUSH_S = 10.0
 
 
 class EngineClient(WeightCalls):
@@ -291,8 +292,11 @@ class EngineClient(WeightCalls):
         await self._control("/continue_generation", {}, "a resume")
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix. SGLang refuses while requests run; the embedded engine never does."""
-        await self._control("/flush_cache", {}, "a cache flush")
+        """Forget every cached prefix. SGLang refuses while requests run, the embedded engine never does.
+
+        A request whose answer has just been read may still be under way in SGLang: it is given time to end.
+        """
+        await self._control(f"/flush_cache?timeout={_FLUSH_S:g}", {}, "a cache flush")
 
     async def _control(self, path: str, body: Mapping[str, Any], what: str) -> Any:
         answer = await self._http.call("POST", path, body, what, self._deadlines.control)

@@ -37,6 +37,15 @@ def _folders(subject: Subject) -> tuple[Path, Path]:
     return subject.weights
 
 
+async def _load(subject: Subject, folder: Path, version: int) -> None:
+    """An update from disk as a fleet does it, under a pause: SGLang refuses to flush while a request is ending."""
+    await subject.engine.pause(PauseMode.RETRACT)
+    try:
+        await subject.engine.load_from_disk(folder, version)
+    finally:
+        await subject.engine.resume()
+
+
 async def _probe(subject: Subject) -> GenerateResult:
     return await subject.engine.generate(PROMPT, greedy(NEW))
 
@@ -55,9 +64,9 @@ async def _require_policy(subject: Subject, want: GenerateResult, version: int, 
 async def _policies(subject: Subject) -> tuple[GenerateResult, GenerateResult]:
     """What both folders' weights answer; the first folder's weights are in afterwards, as version 1."""
     first, second = _folders(subject)
-    await subject.engine.load_from_disk(second, 2)
+    await _load(subject, second, 2)
     other = await _probe(subject)
-    await subject.engine.load_from_disk(first, 1)
+    await _load(subject, first, 1)
     one = await _probe(subject)
     require(not np.array_equal(one.logprobs, other.logprobs), "both folders answer alike; give different weights")
     return one, other
@@ -66,18 +75,18 @@ async def _policies(subject: Subject) -> tuple[GenerateResult, GenerateResult]:
 async def weights_from_disk_are_served(subject: Subject) -> None:
     """An update from disk changes policy and version at once, also after another one, and forgets the cache."""
     one, other = await _policies(subject)
-    await subject.engine.load_from_disk(_folders(subject)[1], 7)
+    await _load(subject, _folders(subject)[1], 7)
     fresh = await subject.engine.generate(PROMPT, greedy(1))
     require(fresh.cached_tokens == 0, "tokens of the old weights come from the cache")
     await _require_policy(subject, other, 7, "after an update from disk")
-    await subject.engine.load_from_disk(_folders(subject)[0], 1)
+    await _load(subject, _folders(subject)[0], 1)
     await _require_policy(subject, one, 1, "after going back")
 
 
 async def a_missing_folder_changes_nothing(subject: Subject) -> None:
     """A folder without weights is refused; weights and version stay."""
     one, _ = await _policies(subject)
-    call = subject.engine.load_from_disk(_folders(subject)[0] / "missing", 9)
+    call = _load(subject, _folders(subject)[0] / "missing", 9)
     await require_refusal(call, "a missing folder")
     await _require_policy(subject, one, 1, "after a refused update")
 
@@ -87,7 +96,7 @@ async def checksums_follow_the_weights(subject: Subject) -> None:
     first, second = _folders(subject)
     seen: list[dict[str, str]] = []
     for version, folder in enumerate((first, second, first)):
-        await subject.engine.load_from_disk(folder, version)
+        await _load(subject, folder, version)
         seen.append(await subject.engine.weight_checksums())
     require(bool(seen[0]), "no tensor has a digest")
     require(seen[0] == seen[2], "the same weights have other digests after an update and back")
@@ -116,7 +125,7 @@ async def an_open_request_knows_both_versions(subject: Subject) -> None:
     require([v for _, _, v in spans] == [1, 3], f"versions {spans}")
     seam = spans[0][1]
     require(last.output_ids.tolist()[:seam] == before[:seam], "tokens before the update differ")
-    await engine.load_from_disk(_folders(subject)[0], 1)
+    await _load(subject, _folders(subject)[0], 1)
     await _require_policy(subject, one, 1, "after going back")
 
 
@@ -167,7 +176,7 @@ async def weights_over_a_group_are_served(subject: Subject) -> None:
         await engine.resume()
     await _require_policy(subject, other, 5, "after an update over a group")
     await require_refusal(engine.leave_weight_group(sender.name), "leaving a group twice")
-    await engine.load_from_disk(_folders(subject)[0], 1)
+    await _load(subject, _folders(subject)[0], 1)
 
 
 async def weights_from_shared_memory_are_served(subject: Subject) -> None:
@@ -182,7 +191,7 @@ async def weights_from_shared_memory_are_served(subject: Subject) -> None:
         await engine.load_bucket(bucket)
         await engine.commit_weight_update(update)
     await _require_policy(subject, other, 6, "after an update from shared memory")
-    await engine.load_from_disk(_folders(subject)[0], 1)
+    await _load(subject, _folders(subject)[0], 1)
 
 
 async def weights_from_pickles_are_served(subject: Subject) -> None:
@@ -191,13 +200,17 @@ async def weights_from_pickles_are_served(subject: Subject) -> None:
 
     _, other = await _policies(subject)
     engine = subject.engine
-    with pickled(tensors_of(_folders(subject)[1])) as payload:
-        await engine.open_weight_update()
-        body = {"serialized_named_tensors": [payload], "weight_version": "6", "flush_cache": True}
-        await subject.post("/update_weights_from_tensor", body)
-        await engine.close_weight_update()
+    await engine.pause(PauseMode.RETRACT)
+    try:
+        with pickled(tensors_of(_folders(subject)[1])) as payload:
+            await engine.open_weight_update()
+            body = {"serialized_named_tensors": [payload], "weight_version": "6", "flush_cache": True}
+            await subject.post("/update_weights_from_tensor", body)
+            await engine.close_weight_update()
+    finally:
+        await engine.resume()
     await _require_policy(subject, other, 6, "after an update from tensors")
-    await engine.load_from_disk(_folders(subject)[0], 1)
+    await _load(subject, _folders(subject)[0], 1)
 
 
 async def pickles_are_refused(subject: Subject) -> None:
