@@ -69,7 +69,7 @@ def test_an_engine_whose_node_is_lost_comes_back_on_another(cluster: TwoNodes, s
     wait_for(lambda: len(records(run)) >= done + 2, process)
     # As `ray job stop` does it: the step is finished, a checkpoint is written, everything ends in order.
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 130, out + err
     assert gone(run)
     status = json.loads((run / "status.json").read_text())
@@ -88,7 +88,7 @@ def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
     process = started(shell, run, "--steps", 4000, "--checkpoint-every", 1, *options)
     assert raylet_of(run / "logs" / "engine-0.log") != raylet_of(run / "logs" / "trainer.log")
     cluster.lose_other()
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
     assert "process trainer was lost with its node" in err
     status = json.loads((run / "status.json").read_text())
@@ -116,7 +116,7 @@ def test_a_run_whose_trainers_node_is_lost_goes_back_to_its_checkpoint_by_itself
     wait_for(lambda: records(run) and records(run)[-1]["step"] >= int(back[1]) + 2, process)
     assert raylet_of(run / "logs" / "trainer.log") != lost
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 130, out + err
     steps = [record["step"] for record in records(run)]
     assert steps == list(range(len(steps))), "no step is missing, none is there twice"
