@@ -174,7 +174,8 @@ def test_an_agents_run_audits_its_routes(shell: Shell, tmp_path: Path) -> None:
         assert record["train/replayed_fraction"] == 1.0
         assert record["train/routing_packed_bytes"] < record["train/routing_bytes"]
         assert record["perf/replay_s"] > 0
-        assert record["perf/routing_capture_s"] > 0
+    # rollout runs ahead: all of a step's answers may have been sampled before the step before it ended
+    assert sum(record["perf/routing_capture_s"] for record in records(run)[1:]) > 0
     report = json.loads(shell.run("miles", "report", run, "--json"))
     assert report["route_mismatches"] == 0
     assert report["routes_audited"] > report["tokens_trained"]

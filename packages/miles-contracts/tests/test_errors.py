@@ -5,11 +5,11 @@ from miles_contracts.messages import FunctionCall, ToolCall
 
 
 def test_messages_name_field_value_and_remedy() -> None:
-    error = InvalidFieldError("trainer.lr", "x" * 500, "use a number")
+    error = InvalidFieldError("trainer.lr", "x" * 5000, "use a number")
     assert str(error).startswith("trainer.lr: got 'xxx")
     assert str(error).endswith("; use a number")
-    assert len(str(error)) < 200
-    path = str(InvalidFieldError("task.path", "/home/" + "deep/" * 60 + "prompts.jsonl", "no such file"))
+    assert len(str(error)) < 450
+    path = str(InvalidFieldError("task.path", "/home/" + "deep/" * 100 + "prompts.jsonl", "no such file"))
     assert path.startswith("task.path: got '/home/deep")
     assert path.endswith("deep/prompts.jsonl'; no such file")
     assert str(EngineError("http://e", "refused", 503)) == "engine http://e: refused (HTTP 503)"

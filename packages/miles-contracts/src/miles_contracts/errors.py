@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_SHOWN = 160
-"""Longest value a message repeats, in characters."""
+_SHOWN = 400
+"""Longest value a message repeats, in characters: most paths are shown whole."""
 
 
 def _shortened(text: str) -> str:
