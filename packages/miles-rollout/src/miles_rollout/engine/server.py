@@ -168,6 +168,8 @@ class EngineServer:
                     else self._answer(call, sequence)
                 )
                 sent = len(answer["output_ids"])
+                # It may have finished since it was told to have grown: the event that says so is the last one.
+                done = answer["meta_info"]["finish_reason"] is not None
                 if done and call.routes:
                     await asyncio.to_thread(self._add_routes, call, answer, sequence)
                 await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
