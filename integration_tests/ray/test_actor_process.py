@@ -55,8 +55,8 @@ class Actor:
             raise end
         return str(end), "the end of its log"
 
-    async def _crash(self) -> None:
-        self.log.append("crash")
+    async def _crash(self, why: str) -> None:
+        self.log.append(f"crash {why}")
 
     async def _stop(self, timeout_s: float) -> None:
         self.log.append("stop")
@@ -175,15 +175,15 @@ async def test_a_node_that_cannot_be_used_is_a_bad_setting_first_and_no_room_lat
 async def test_a_stopped_process_has_not_died_and_a_crash_is_passed_on(tmp_path: Path) -> None:
     actor = Actor("a")
     scene = Scene(tmp_path, actor)
-    scene.process.crash()  # nothing is there yet
+    scene.process.crash("on purpose")  # nothing is there yet
     await scene.process.start()
     died = asyncio.create_task(scene.process.died())
-    scene.process.crash()
+    scene.process.crash("on purpose")
     await scene.process.stop(1)
     actor.ends.put_nowait("ended with status 0")
     await asyncio.sleep(0.05)
     assert not died.done()
-    assert actor.log == ["start on_a", "crash", "stop"]
+    assert actor.log == ["start on_a", "crash on purpose", "stop"]
     died.cancel()
 
 

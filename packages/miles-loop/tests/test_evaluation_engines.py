@@ -48,7 +48,7 @@ class Child:
         await self._ended.wait()
         return self.death()
 
-    def crash(self) -> None:
+    def crash(self, why: str) -> None:
         self.crashes += 1
         self.running = self._server.well = False
         self._ended.set()
@@ -73,7 +73,7 @@ async def test_they_are_started_when_needed_and_again_after_a_death() -> None:
     await made.ready()
     assert child.starts == 1
     assert await made.measure(value()) == 7
-    child.crash()
+    child.crash("on purpose")
     await made.ready()
     assert child.starts == 2
     await made.close(1)
@@ -95,7 +95,7 @@ async def test_a_death_ends_the_measurement_at_once() -> None:
 
     measuring = asyncio.create_task(made.measure(work()))
     await asyncio.sleep(0)
-    child.crash()
+    child.crash("on purpose")
     with pytest.raises(EvaluationSkippedError, match="SIGKILL") as caught:
         await measuring
     assert caught.value.kind == "unhealthy"

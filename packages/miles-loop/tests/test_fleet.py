@@ -127,7 +127,7 @@ class Process:
         await self._ended.wait()
         return self.death()
 
-    def crash(self) -> None:
+    def crash(self, why: str) -> None:
         self._engine.dead = True
         self._ended.set()
 
@@ -227,7 +227,7 @@ async def test_a_dead_engine_comes_back_with_the_weights_of_now(scenes: list[Sce
     scene = Scene(2)
     scenes.append(scene)
     await scene.start()
-    scene.processes[0].crash()
+    scene.processes[0].crash("on purpose")
     await until(lambda: scene.engines[0].version == 0)
     await until(lambda: "http://e0 serves again" in " ".join(scene.events))
     assert (scene.fleet.restarts, scene.processes[0].starts) == (1, 1)
@@ -239,7 +239,7 @@ async def test_an_engine_that_comes_back_elsewhere_is_called_there(scenes: list[
     scenes.append(scene)
     await scene.start()
     scene.processes[0].url = "http://elsewhere"
-    scene.processes[0].crash()
+    scene.processes[0].crash("on purpose")
     await until(lambda: "http://e0 serves again" in " ".join(scene.events))
     assert [e.address for e in scene.engines] == ["http://elsewhere", "http://e1"]
     assert scene.engines[0].version == 0
@@ -251,7 +251,7 @@ async def test_an_engine_that_dies_while_weights_change_gets_the_new_ones(scenes
     scenes.append(scene)
     await scene.start()
     async with scene.fleet.weights_lock:
-        scene.processes[0].crash()
+        scene.processes[0].crash("on purpose")
         await until(lambda: scene.processes[0].starts == 1)
         assert await scene.fleet.update(1) is None  # nobody is up: it comes later
         assert scene.engines[0].version is None
@@ -320,13 +320,13 @@ async def test_when_restarts_are_used_up_the_others_go_on(scenes: list[Scene]) -
     scene = Scene(2, restarts=0)
     scenes.append(scene)
     await scene.start()
-    scene.processes[0].crash()
+    scene.processes[0].crash("on purpose")
     await until(lambda: scene.events)
     assert "is given up" in scene.events[0]
     assert not scene.fleet.failed.done()
     await scene.update(1)
     assert scene.engines[1].version == 1
-    scene.processes[1].crash()
+    scene.processes[1].crash("on purpose")
     await until(scene.fleet.failed.done)
     assert scene.fleet.failed.result().reason == "process_died"
 
@@ -344,7 +344,7 @@ async def test_engines_of_others_cannot_be_brought_back(scenes: list[Scene]) -> 
 async def test_an_engine_that_ends_before_it_answers_is_named(scenes: list[Scene]) -> None:
     scene = Scene(1)
     scenes.append(scene)
-    scene.processes[0].crash()
+    scene.processes[0].crash("on purpose")
     with pytest.raises(ProcessDiedError, match="http://e0 was killed"):
         await scene.fleet.wait_ready()
 

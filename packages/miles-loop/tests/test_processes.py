@@ -126,15 +126,19 @@ async def test_a_killed_child_says_so(tmp_path: Path) -> None:
 
 async def test_a_crash_counts_as_a_death(tmp_path: Path) -> None:
     process = await started("sleeps", tmp_path / "log", "hello")
-    process.crash()
-    assert (await process.died()).name == "sleeps"
+    process.crash("on purpose")
+    death = await process.died()
+    assert (death.name, death.how) == ("sleeps", "was killed by the run: on purpose")
+    await process.start()
+    os.kill(process.pid, signal.SIGKILL)
+    assert "somebody killed it" in (await process.died()).how
     process.close_pipe()
 
 
 async def test_a_child_can_be_started_again(tmp_path: Path) -> None:
     process = await started("sleeps", tmp_path / "log", "hello")
     first = process.pid
-    process.crash()
+    process.crash("on purpose")
     await process.died()
     await process.start()
     assert process.running

@@ -88,7 +88,7 @@ class EvaluationEngines:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             if process is not None:
-                process.crash()  # it hangs: the next evaluation starts it afresh
+                process.crash("it hung")  # the next evaluation starts it afresh
             reason = f"the engine at {client.url} did not answer within {self._start_timeout_s:g} s"
             raise EvaluationSkippedError("unhealthy", reason) from None
 

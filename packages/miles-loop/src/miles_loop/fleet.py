@@ -17,6 +17,7 @@ from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError, Pa
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.errors import RunError
 from miles_loop.gateway import Gateway
+from miles_loop.late import ATTACHED_LATE_S, PROCESS_LATE_S, said_when_late
 from miles_loop.lockstep import Lockstep, LockstepEngine
 from miles_loop.processes import Process
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
@@ -150,8 +151,13 @@ class Fleet:
                 self._watchers.append(asyncio.create_task(self._watch(slot), name=f"watch-{slot.process.name}"))
 
     async def _wait_ready(self, slot: EngineSlot) -> None:
+        if slot.process is None:
+            text, after_s = f"the engine at {slot.url} does not answer yet; is it running?", ATTACHED_LATE_S
+        else:
+            text, after_s = f"process {slot.process.name} is not ready yet; see {slot.process.log}", PROCESS_LATE_S
+        text += f"; waiting up to {self._start_timeout_s:g} s (engine.start_timeout_s)"
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with said_when_late(self._on_event, text, after_s), asyncio.timeout(self._start_timeout_s):
                 while not await slot.client.healthy():
                     if slot.process is not None and not slot.process.running:
                         raise slot.process.death()
@@ -262,7 +268,7 @@ class Fleet:
             self._quarantine(slot, f"fenced: {error}")
             self._on_event(f"engine {slot.url} is out of service: {error}")
             if slot.process is not None and was_up:
-                slot.process.crash()
+                slot.process.crash("it could not be updated")
 
     async def _watch(self, slot: EngineSlot) -> None:
         """Supervise one engine's process until the run ends."""
@@ -285,7 +291,8 @@ class Fleet:
                 await self._revive(slot)
             except (RunError, DeadlineExceededError, WeightUpdateError) as error:
                 self._on_event(f"engine {slot.process.name} could not be brought back: {error}")
-                slot.process.crash()  # the next round counts it as another restart
+                # The next round counts it as another restart.
+                slot.process.crash("it could not be brought back")
 
     async def _watch_gateway(self, gateway: Gateway) -> None:
         """Without SGLang's router no turn gets anywhere: the run ends when it does not stay up."""
@@ -308,7 +315,8 @@ class Fleet:
                 self._quarantine(slot, f"no answer for {self._hang_s:g} s")
                 self._on_event(f"engine {slot.url} has not answered for {self._hang_s:g} s")
                 if slot.process is not None:
-                    slot.process.crash()  # its own watcher brings it back
+                    # Its own watcher brings it back.
+                    slot.process.crash(f"it hung, without an answer for {self._hang_s:g} s")
 
     async def _try_revive(self, slot: EngineSlot) -> None:
         """Take back an engine that somebody else runs, once it answers again."""

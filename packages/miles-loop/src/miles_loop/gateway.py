@@ -9,6 +9,7 @@ from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError
 from miles_loop.audit import EngineRecords, RecordingEngine
 from miles_loop.config import RouterKind, RunConfig, RuntimeKind
 from miles_loop.errors import RunError
+from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.processes import Process, ProcessSpec
 from miles_rollout.engine_client import Deadlines
 from miles_rollout.router import RouterConfig
@@ -104,8 +105,15 @@ class Gateway:
             ProcessDiedError: it ended before.
             DeadlineExceededError: it did not answer in time.
         """
+        text = (
+            f"process {self.process.name} is not ready yet; see {self.process.log}; waiting up to "
+            f"{self._start_timeout_s:g} s (engine.start_timeout_s)"
+        )
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with (
+                said_when_late(self._on_event, text, PROCESS_LATE_S),
+                asyncio.timeout(self._start_timeout_s),
+            ):
                 while not await self._workers.ready():
                     if not self.process.running:
                         raise self.process.death()
@@ -127,7 +135,7 @@ class Gateway:
                 await self.wait_ready()
             except (RunError, DeadlineExceededError) as error:
                 self._on_event(f"sglang-router could not be brought back: {error}")
-                self.process.crash()
+                self.process.crash("it could not be brought back")
 
     async def close(self, stop_timeout_s: float) -> None:
         """End connections and process."""

@@ -104,8 +104,8 @@ class Process(Protocol):
     def death(self) -> ProcessDiedError:
         """How it ended, with the end of its log."""
 
-    def crash(self) -> None:
-        """Kill it as if it had died by itself: whoever waits for `died` is told."""
+    def crash(self, why: str) -> None:
+        """Kill it as if it had died by itself: whoever waits for `died` is told, with the run's reason `why`."""
 
     async def stop(self, timeout_s: float) -> None:
         """End it: ask, wait, then kill."""
@@ -127,6 +127,7 @@ class ChildProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._pipe: int | None = None
         self._stopping = False
+        self._killed_because: str | None = None
         self._log_start = 0
 
     @property
@@ -154,7 +155,7 @@ class ChildProcess:
         """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
         self.close_pipe()  # of an earlier start: what that one left behind ends now
         read_end, self._pipe = os.pipe()
-        self._stopping = False
+        self._stopping, self._killed_because = False, None
         passed = [read_end] if self._inherits is None else [read_end, self._inherits.fileno()]
         try:
             with self.log.open("ab") as log:
@@ -192,7 +193,9 @@ class ChildProcess:
         assert self._process is not None
         code = self._process.returncode
         how = f"ended with status {code}"
-        if code is not None and code < 0:
+        if code == -signal.SIGKILL and self._killed_because is not None:
+            how = f"was killed by the run: {self._killed_because}"
+        elif code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory, or somebody killed it)"
@@ -223,8 +226,10 @@ class ChildProcess:
         await self._process.wait()
         self.close_pipe()
 
-    def crash(self) -> None:
-        """Kill it as if it had died by itself: whoever waits for `died` is told."""
+    def crash(self, why: str) -> None:
+        """Kill it as if it had died by itself: whoever waits for `died` is told, with the run's reason `why`."""
+        if self.running:
+            self._killed_because = why
         self._signal(signal.SIGKILL)
 
     def _let_go(self) -> None:

@@ -22,6 +22,7 @@ from miles_loop.errors import ProcessDiedError
 from miles_loop.fleet import Fleet, choose_ports
 from miles_loop.gateway import Gateway, gateway_spec, require_router
 from miles_loop.hosts import Host, LocalHost
+from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.models import num_experts, num_layers
 from miles_loop.processes import ChildProcess, Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
@@ -221,7 +222,7 @@ class Runtime:
         Raises:
             ProcessDiedError, DeadlineExceededError, TrainerFailedError: naming the process, with its log's end.
         """
-        trainer = asyncio.create_task(self.trainer.start(self._placed(start), self._config.engine.start_timeout_s))
+        trainer = asyncio.create_task(self._trainer_ready(start))
         fleet = asyncio.create_task(self._engines_ready())
         died = asyncio.create_task(self.trainer_died())
         tasks = (trainer, fleet, died)
@@ -244,6 +245,17 @@ class Runtime:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _trainer_ready(self, start: link.Start) -> int:
+        """Have the trainer load its model; returns its version."""
+        assert self._trainer_process is not None
+        timeout_s = self._config.engine.start_timeout_s
+        text = (
+            f"process {TRAINER} is not ready yet; see {self._trainer_process.log}; waiting up to {timeout_s:g} s "
+            "(engine.start_timeout_s)"
+        )
+        async with said_when_late(self._on_event, text, PROCESS_LATE_S):
+            return await self.trainer.start(self._placed(start), timeout_s)
 
     def _placed(self, start: link.Start) -> link.Start:
         """With the address of the machine that the trainer was placed on."""

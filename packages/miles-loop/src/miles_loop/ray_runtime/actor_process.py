@@ -186,10 +186,10 @@ class ActorProcess:
         assert self._ended is not None
         return self._ended.result()
 
-    def crash(self) -> None:
-        """Kill it as if it had died by itself: whoever waits for `died` is told."""
+    def crash(self, why: str) -> None:
+        """Kill it as if it had died by itself: whoever waits for `died` is told, with the run's reason `why`."""
         if self._actor is not None:
-            self._actor.crash.remote()
+            self._actor.crash.remote(why)
 
     async def stop(self, timeout_s: float) -> None:
         """End the process; its actor ends with the room that it was given."""

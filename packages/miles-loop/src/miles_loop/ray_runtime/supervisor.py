@@ -81,10 +81,10 @@ class Supervisor:
         death = await self._child.died()
         return death.how, self._child.tail()
 
-    async def crash(self) -> None:
-        """Kill the child as if it had died by itself."""
+    async def crash(self, why: str) -> None:
+        """Kill the child as if it had died by itself, with the run's reason."""
         if self._child is not None:
-            self._child.crash()
+            self._child.crash(why)
 
     async def stop(self, timeout_s: float) -> None:
         """End the child."""
