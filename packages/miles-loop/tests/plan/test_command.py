@@ -65,6 +65,33 @@ def test_the_published_run_beside_its_prediction(capsys: pytest.CaptureFixture[s
     assert "measured:  263 s a step (median; the first 30 steps, fully asynchronous)" in capsys.readouterr().out
 
 
+def test_groups_may_be_as_old_as_in_a_run() -> None:
+    limits = [PlanConfig().pipeline_of(depth, engines=1).max_staleness for depth in (0, 3, "async")]
+    assert limits == [1, 4, None]
+    free = build(PlanConfig, [{"pipeline": {"max_staleness": "none"}}])
+    assert free.pipeline_of(3, engines=1).max_staleness is None
+
+
+def test_depths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('[pipeline]\ndepths = [0, "often"]\n')
+    assert cli.main(["plan", *RATES, "--config", str(file)]) == 2
+    assert "pipeline.depths: got [0, 'often']; use whole numbers from 0 and async" in capsys.readouterr().err
+
+
+def test_a_long_answer_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_loop.plan.command.LONG", 100)
+    plan(capsys, *RATES, "--depths", "0")
+    assert cli.main(["plan", *RATES, "--depths", "0"]) == 0
+    assert capsys.readouterr().err == "simulating 160 trajectories a depth ...\n"
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_formats_of_a_picture(tmp_path: Path, ending: str, start: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(capsys, *RATES, "--depths", "0", "--plot", str(tmp_path / f"plan{ending}"))
+    assert (tmp_path / f"plan{ending}").read_bytes().startswith(start)
+
+
 def test_a_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "plan.toml", tmp_path / "plan.png"
     file.write_text(
@@ -96,7 +123,12 @@ def test_presets_help_and_short_names(capsys: pytest.CaptureFixture[str]) -> Non
         ((*RATES, "--tail", "0.5"), "workload.tail: got '0.5'"),
         ((*RATES, "--group-size=3"), "given twice"),
         (("--engine.base_s", "1", "--batch", "8", "--group-size", "3"), "a batch of 8 is no whole number"),
-        ((*RATES, "--depths", "often"), "pipeline.depths"),
+        ((*RATES, "--depths", "abc"), "miles: --depths: got 'abc'; use whole numbers from 0 and async\n"),
+        ((*RATES, "--depths", "0,-1"), "miles: --depths: got '-1'; use whole numbers from 0 and async\n"),
+        (("--engine.base_s", "1", "--batch", "1000000"), "pipeline.batch: got '1000000'; 60 steps of 1000000 are"),
+        ((*RATES[:-1], "1000000"), "pipeline.steps: got '1000000'"),
+        ((*RATES, "--in-flight", "1000001"), "pipeline.in_flight: got '1000001'; at most 1,000,000"),
+        ((*RATES, "--plot", "plan.xyz"), "--plot: got 'plan.xyz'; use a name that ends in .png, .pdf, .svg"),
         (("--engine.base_s", "1"), "trainer.fixed_s: got None"),
         ((*RATES, "--in-flight", "2"), "pipeline.in_flight: got '2'; one group needs 4"),
         ((*RATES, "--pipeline.warmup", "20"), "pipeline.warmup: got 20; leave it below pipeline.steps (20)"),

@@ -17,10 +17,10 @@ from miles_contracts import InvalidFieldError
 from miles_loop.arguments import Flag, Parsed, split_words
 from miles_loop.names import nearest
 from miles_loop.options import Layer, build, options, read_toml
-from miles_loop.plan.config import ENDLESS, PlanConfig
+from miles_loop.plan.config import DEPTHS_REMEDY, ENDLESS, PlanConfig, wrong_depth
 from miles_loop.plan.settings import TrainerRates
 from miles_loop.plan.simulate import simulate
-from miles_loop.plan.text import Answer, Measured, draw, name_of, table
+from miles_loop.plan.text import PICTURES, Answer, Measured, draw, name_of, table
 
 SHORT_NAMES = {
     "model": "hardware.model",
@@ -43,9 +43,11 @@ FLAGS = (
     Flag("preset", "NAME", "A published run to start from; --preset list names them."),
     Flag("from", "RUN", "A run folder whose measured rates are used."),
     Flag("config", "FILE", "A TOML file with any of the options below."),
-    Flag("plot", "FILE", "Draw the answer as PNG."),
+    Flag("plot", "FILE", "Draw the answer; the name ends in .png, .pdf or .svg."),
     Flag("json", "", "Print one JSON object."),
 )
+LONG = 50_000
+"""Trajectories at one depth from which on the user is told that the answer takes a while."""
 SUMMARY = "Simulates an asynchronous run and says how long a step takes, who waits for whom, and how stale the data is."
 EXAMPLES = (
     (
@@ -78,6 +80,9 @@ def question(parsed: Parsed) -> PlanConfig:
         InvalidFieldError: naming field, value and remedy.
     """
     layers: list[Layer] = []
+    wrong = wrong_depth(parsed.settings.get("pipeline", {}).get("depths", ()))
+    if wrong is not None:
+        raise InvalidFieldError("--depths", wrong, DEPTHS_REMEDY)
     if "preset" in parsed.flags:
         layers.append(_preset(parsed.flags["preset"]))
     if "from" in parsed.flags:
@@ -146,9 +151,15 @@ def run(argv: Sequence[str]) -> int:
     if parsed.flags.get("preset") == "list":
         sys.stdout.writelines(f"{name}\n" for name in presets())
         return 0
-    found = answer(question(parsed))
+    target = Path(parsed.flags.get("plot", "plan.png"))
+    if target.suffix.lower() not in PICTURES:
+        raise InvalidFieldError("--plot", str(target), f"use a name that ends in {', '.join(PICTURES)}")
+    config = question(parsed)
+    size = config.pipeline.batch * config.pipeline.steps
+    if size > LONG:
+        sys.stderr.write(f"simulating {size:,} trajectories a depth ...\n")
+    found = answer(config)
     if "plot" in parsed.flags:
-        target = Path(parsed.flags["plot"])
         try:
             draw(found, target)
         except OSError as error:

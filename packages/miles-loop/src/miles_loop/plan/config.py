@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import NonNegative, Positive, Section, UnusedPrompts
@@ -24,6 +25,19 @@ ASYNC = "async"
 ENDLESS = 10**6
 """Pipeline depth of a fully asynchronous run: what is in flight, and not the depth, bounds it."""
 
+MOST_TRAJECTORIES = 10**6
+"""Most trajectories simulated at one depth: more would take hours, and no figure would be another."""
+DEPTHS_REMEDY = "use whole numbers from 0 and async"
+
+
+def wrong_depth(values: Iterable[object]) -> object | None:
+    """The first value that is no pipeline depth, as configuration or command line has it; None when all are."""
+    for value in values:
+        number = value if isinstance(value, str) else str(value) if type(value) is int else ""
+        if value != ASYNC and not (number.isascii() and number.isdecimal()):
+            return value
+    return None
+
 
 class PipelineSection(Section):
     """Shape of the run."""
@@ -38,8 +52,8 @@ class PipelineSection(Section):
     """Most trajectories in flight; default: 2 x `batch`."""
     buffer_groups: Positive | None = None
     """Most finished groups that wait; default: 2 batches."""
-    max_staleness: Positive | Literal["auto"] | None = None
-    """Oldest usable group in updates; `auto` is a run's default, the depth + 1; default: no limit."""
+    max_staleness: Positive | Literal["auto"] | None = "auto"
+    """Oldest usable group in updates; `auto` is a run's default, the depth + 1 (no limit for `async`); `none`: any."""
     granularity: Granularity = Granularity.SAMPLE
     """When a place in flight is free again: with each trajectory (`sample`) or with its `group`."""
     on_unused: UnusedPrompts = UnusedPrompts.RETRY
@@ -54,6 +68,26 @@ class PipelineSection(Section):
     """Steps at the start that no figure counts; default: a fifth, 10 at most."""
     seed: NonNegative = 0
     """Seed of everything random."""
+
+    @field_validator("depths", mode="before")
+    @classmethod
+    def _depths_are_depths(cls, values: object) -> object:
+        if isinstance(values, (list, tuple)) and wrong_depth(values) is not None:
+            raise ValueError(DEPTHS_REMEDY)
+        return values
+
+    @model_validator(mode="after")
+    def _size_is_sane(self) -> PipelineSection:
+        total = self.batch * self.steps
+        if total > MOST_TRAJECTORIES:
+            raise ValueError(
+                f"{'batch' if self.batch >= self.steps else 'steps'}: {self.steps} steps of {self.batch} are "
+                f"{total:,} trajectories, and at most {MOST_TRAJECTORIES:,} are simulated; use a smaller --batch or "
+                "fewer --steps"
+            )
+        if self.in_flight is not None and self.in_flight > MOST_TRAJECTORIES:
+            raise ValueError(f"in_flight: at most {MOST_TRAJECTORIES:,} are simulated")
+        return self
 
     @model_validator(mode="after")
     def _groups_fit(self) -> PipelineSection:

@@ -11,6 +11,8 @@ from typing import Any
 from miles_loop.files import write_atomic
 from miles_loop.plan.outcome import Outcome
 
+PICTURES = (".png", ".pdf", ".svg")
+"""Formats of a picture, by the end of its file's name."""
 ROWS = (
     ("step_s", "seconds a step (mean)", "{:.3g}"),
     ("median_step_s", "seconds a step (median)", "{:.3g}"),
@@ -118,6 +120,10 @@ def table(answer: Answer) -> str:
 def draw(answer: Answer, target: Path) -> None:
     """A picture: seconds of a step by what they are spent on, and staleness, for each depth.
 
+    Args:
+        answer: what was found.
+        target: file to write; its name ends in one of `PICTURES`, which says the format.
+
     Raises:
         DiskFullError: no room.
         OSError: the file cannot be written.
@@ -149,5 +155,5 @@ def draw(answer: Answer, target: Path) -> None:
     right.set_ylabel("staleness in updates")
     right.legend(fontsize=8)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture, format=target.suffix[1:].lower())
     write_atomic(target, picture.getvalue())
