@@ -21,6 +21,10 @@ AT_ONCE = {
     "misspelt task": (("--task", "vowel"), "did you mean 'vowels'?"),
     "misspelt target": (("--hardware", "h10"), "did you mean 'h100'?"),
     "value of another type": (("--steps", "many"), "steps: got 'many'"),
+    "greedy answers of a group": (
+        ("--rollout.filter", "no_signal", "--rollout.sampling.temperature", "0"),
+        "rollout.sampling.temperature: got '0'; greedy answers to one prompt are all equal",
+    ),
     "value out of range": (("--rollout.sampling.top_p", "2"), "rollout.sampling.top_p: got '2'"),
     "missing configuration": (("--config", "nowhere.toml"), "--config: got 'nowhere.toml'; cannot be read"),
     "target that needs more": (("--hardware", "h100"), "this target needs a GPU"),

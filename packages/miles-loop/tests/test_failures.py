@@ -104,6 +104,17 @@ def test_a_reward_that_fails_is_never_a_zero(fast: Command, tmp_path: Path, rewa
     assert records(run) == []
 
 
+def test_a_task_without_signal_warns_and_ends_the_run(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--task.reward", "loop_toy.recipe:always_one", "--evaluation.at_start", "false")
+    out = fast.run("train", "--run-dir", run, "--plain", "--rollout.filter", "no_signal", *options, status=1)
+    assert "warning: the group filter dropped 128 groups in a row" in out
+    assert "dropped 1024 groups in a row and kept none (zero_reward_variance: 1024)" in out
+    assert "mean 1, from 1 to 1" in out
+    assert status(run)["reason"] == "rollout_died"
+    assert "dropped 128 groups" in (run / "logs" / "driver.log").read_text()
+
+
 def test_empty_answers_are_trained_around(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fast.run("train", "--run-dir", run, "--plain", "--steps", 4, FAKE_EMPTY="1")

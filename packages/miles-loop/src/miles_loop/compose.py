@@ -26,6 +26,8 @@ from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskSource
 from miles_rollout.worker import RolloutWorker
 
 _NO_SIGNAL = "no_signal"
+_FILTERED_BATCHES, _MIN_FILTERED = 64, 1024
+"""A run ends when its filter drops as many groups as so many batches have, and this many, and keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ def make_rollout(
             tokens_per_trajectory=tokens,
             episode_timeout_s=rollout.timeout_s,
             replace_members=rollout.replace_members,
+            max_filtered_in_a_row=max(_MIN_FILTERED, _FILTERED_BATCHES * rollout.groups_per_step),
             no_progress_s=config.runtime.step_timeout_s,
         ),
     )

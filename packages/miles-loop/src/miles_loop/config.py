@@ -13,13 +13,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import PauseMode
-from miles_rollout.engine_identity import EngineKind
+from miles_rollout.engine_identity import EngineDtype, EngineKind
 from miles_rollout.router import RouterConfig
 from miles_rollout.sglang_launch import SglangOptions
 from miles_trainer.config import TrainerConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -251,12 +252,12 @@ class EngineConfig(Section):
     """Use these running engines (SGLang's native API) and start none."""
     host: str = "127.0.0.1"
     """Address the engines listen on."""
-    port: NonNegative = 0
+    port: Port = 0
     """First port; replica i uses port + i. 0: free ports are chosen."""
     threads: Positive = 1
     """CPU threads of one engine process."""
-    dtype: str = "float32"
-    """Data type of the weights in the engine."""
+    dtype: EngineDtype = "float32"
+    """Data type of the weights in the engine; `auto` takes the one in the model's config."""
     max_batch: Positive = 256
     """Most sequences sampled at the same time by one engine."""
     max_context: Positive | None = None
@@ -453,6 +454,17 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> RunConfig:
+        rollout = self.rollout
+        # An agent may choose its own sampling, and its tools may answer differently each time.
+        if rollout.sampling.temperature == 0 and rollout.filter == "no_signal" and self.task.agent is None:
+            raise ValueError(
+                "rollout.sampling.temperature: greedy answers to one prompt are all equal, so rollout.filter = "
+                "no_signal drops every group; use a value > 0, such as 1"
+            )
+        return self
 
     @property
     def max_staleness(self) -> int:

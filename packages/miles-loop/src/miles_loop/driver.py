@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _RATE_STEPS = 8
 """Steps over which the rate of sampling is taken."""
+_STATUS_S = 10.0
+"""Seconds between refreshed statuses while the loop waits."""
 _BETWEEN_STEPS = "between steps"
 
 
@@ -102,6 +104,7 @@ class Driver:
         if parts.fleet.lockstep is not None:
             scheduler = parts.rollout.scheduler
             parts.fleet.lockstep.in_flight = lambda: scheduler.trajectories_in_flight
+        parts.rollout.worker.on_warning = parts.display.note
         self._phase("sending the weights to the engines")
         async with parts.fleet.weights_lock:
             await parts.fleet.update(start)
@@ -191,7 +194,8 @@ class Driver:
         task = asyncio.ensure_future(work)
         stop = asyncio.create_task(self.stop_requested.wait())
         try:
-            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            while not (await asyncio.wait((task, stop), timeout=_STATUS_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                self._recorder.waiting()
             if task.done():
                 return task.result()
             raise InterruptedRunError(self.stopped_by)

@@ -246,6 +246,13 @@ def find_option_for_key(known: list[Option], path: str) -> Option:
         raise InvalidFieldError(path, path, error.remedy) from None
 
 
+def _value_at(layer: Any, path: str) -> Any:
+    """What nested mappings hold under a dotted name, None when they do not."""
+    for part in path.split("."):
+        layer = layer.get(part) if isinstance(layer, Mapping) else None
+    return layer
+
+
 def explain(error: ValidationError, known: Iterable[Option]) -> InvalidFieldError:
     """The error of the house for pydantic's: field, value and remedy of the first problem, the rest as lines."""
     table = {option.path: option for option in known}
@@ -259,7 +266,7 @@ def explain(error: ValidationError, known: Iterable[Option]) -> InvalidFieldErro
             found.append(InvalidFieldError(path, None, f"required; set --{path}{expected}"))
         elif item["type"] == "value_error" and ": " in message and isinstance(item["input"], Mapping):
             leaf, _, remedy = message.partition(": ")
-            found.append(InvalidFieldError(f"{path}.{leaf}".lstrip("."), item["input"].get(leaf), remedy))
+            found.append(InvalidFieldError(f"{path}.{leaf}".lstrip("."), _value_at(item["input"], leaf), remedy))
         else:
             found.append(InvalidFieldError(path, item["input"], f"{message[:1].lower()}{message[1:]}{expected}"))
     first = found[0]

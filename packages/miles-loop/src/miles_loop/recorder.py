@@ -90,6 +90,15 @@ class RunRecorder:
             if name.endswith("/reward"):
                 self._display.note(f"version {point.version}: {name} {value:.3f}")
 
+    def waiting(self) -> None:
+        """Refresh the status while a step takes its time: what is counted, and when it was last looked at.
+
+        Raises:
+            DiskFullError: no room.
+        """
+        self._count_running()
+        self._folder.write_status(self._progress.to_status())
+
     def part_of_step(self, point: EvalPoint) -> dict[str, float]:
         """Figures of an evaluation for the record of the step that comes next; why it was skipped goes there, too."""
         self._note_skipped(point)
@@ -111,12 +120,16 @@ class RunRecorder:
         self._metrics.close()
         self._ledger.close()
 
-    def _count(self, record: dict[str, float]) -> None:
+    def _count_running(self) -> None:
         counters, before = self._progress.counters, self._before
         counters["tokens_sampled"] = before["tokens_sampled"] + self._tokens_sampled()
         counters["engine_restarts"] = before["engine_restarts"] + self._engine_restarts()
+        counters["wall_s"] = before["wall_s"] + self._process_age_s()
+
+    def _count(self, record: dict[str, float]) -> None:
+        self._count_running()
+        counters = self._progress.counters
         counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
         counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
         for key, value in session_counts(record).items():
             counters[key] = counters.get(key, 0.0) + value
-        counters["wall_s"] = before["wall_s"] + self._process_age_s()

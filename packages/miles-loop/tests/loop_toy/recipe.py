@@ -25,6 +25,11 @@ def not_a_number(task: Task, response: str) -> float:
     return float("nan")
 
 
+def always_one(task: Task, response: str) -> float:
+    """The same for every answer: nothing to learn."""
+    return 1.0
+
+
 RECIPE = Recipe(
     family="toy",
     summary="A toy for tests.",

@@ -41,6 +41,7 @@ class WorkerConfig(BaseModel):
     replace_members: int = Field(default=0, ge=0, description="New tries for a failed member before its group fails.")
     on_error: ErrorPolicy = Field(default=ErrorPolicy.COUNT, description="What an exception in an episode does.")
     max_failures_in_a_row: int = Field(default=64, ge=1, description="Failed groups in a row that end the run.")
+    max_filtered_in_a_row: int = Field(default=1024, ge=1, description="Filtered groups in a row that end the run.")
     no_progress_s: float | None = Field(default=1800.0, gt=0, description="Seconds to wait for any progress.")
 
 

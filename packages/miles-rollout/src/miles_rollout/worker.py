@@ -26,6 +26,7 @@ from miles_contracts import (
 )
 from miles_rollout.buffer import Batch, Dropped, Entry, GroupBuffer
 from miles_rollout.episodes import EpisodeRunner, ErrorPolicy, GroupReward, WorkerConfig
+from miles_rollout.filters import FilterStreak
 from miles_rollout.ledger import Fate, Issue, Ledger
 from miles_rollout.metrics import PREFIX
 from miles_rollout.scheduler import Scheduler
@@ -68,6 +69,9 @@ class RolloutWorker:
         group_reward: scores whole groups, for trajectories that `generate` left without a reward.
         config: timeouts and error policy.
         clock: seconds, for the figures only.
+
+    Attributes:
+        on_warning: also told, in words, what the log is warned of for people; None for the log alone.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class RolloutWorker:
         self._death: RolloutDiedError | None = None
         self._changed = asyncio.Event()
         self._failures_in_a_row = 0
+        self._streak = FilterStreak(self._config.max_filtered_in_a_row)
+        self.on_warning: Callable[[str], None] | None = None
         self._window = _Window()
         self._parked_since: float | None = None
 
@@ -286,6 +292,7 @@ class RolloutWorker:
         dropped = self._buffer.judge(group)
         if dropped is None:
             self._failures_in_a_row = 0
+            self._streak.kept()
             self._ledger.kept(group.prompt_index)
             entry = Entry(group=group, generation_s=generation_s, put_at=self._clock(), order=0)
             while not self._buffer.has_room(group, demand=self._demand):
@@ -301,11 +308,21 @@ class RolloutWorker:
         if dropped.verdict == "filtered":
             self._failures_in_a_row = 0
             self._ledger.finished(group.prompt_index)
+            self._count_filtered(dropped)
             return
         self._settle(self._ledger.failed(group.prompt_index), dropped)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._config.max_failures_in_a_row:
             raise RolloutDiedError(f"{self._failures_in_a_row} groups in a row failed; the last: {dropped.reason}")
+
+    def _count_filtered(self, dropped: Dropped) -> None:
+        self._streak.filtered(dropped.group, dropped.reason)
+        if self._streak.ended:
+            raise RolloutDiedError(str(self._streak))
+        if self._streak.warns:
+            _log.warning("%s", self._streak)
+            if self.on_warning is not None:
+                self.on_warning(f"warning: {self._streak}")
 
     # -- supervision --------------------------------------------------------------------------------------
 

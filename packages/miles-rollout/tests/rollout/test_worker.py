@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_factories import CountingTasks, trajectory
 
-from miles_contracts import DeadlineExceededError, FilterDecision, InvalidFieldError, Status, Task, Trajectory, wire
+from miles_contracts import (
+    DeadlineExceededError,
+    FilterDecision,
+    Group,
+    InvalidFieldError,
+    Status,
+    Task,
+    Trajectory,
+    wire,
+)
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.ledger import Ledger, UnusedPolicy
 from miles_rollout.scheduler import Granularity, Scheduler
@@ -341,6 +350,34 @@ async def test_failing_for_ever_ends_with_the_reason() -> None:
     await worker.start(0)
     with pytest.raises(RolloutDiedError, match="5 groups in a row failed; the last: ConnectionError: no engine"):
         await worker.collect(2, train_version=0)
+    await worker.close()
+
+
+async def test_filtering_for_ever_warns_and_ends_with_reasons_and_remedies() -> None:
+    def decide(group: Group) -> FilterDecision:
+        return FilterDecision(keep=False, reason="odd" if group.prompt_index % 2 else "even")
+
+    worker = build(Policy(), group_filter=decide, max_filtered_in_a_row=16)
+    told: list[str] = []
+    worker.on_warning = told.append
+    await worker.start(0)
+    with pytest.raises(RolloutDiedError, match="dropped 16 groups in a row and kept none") as caught:
+        await worker.collect(2, train_version=0)
+    await worker.close()
+    for expected in ("odd: 8", "even: 8", "mean 0.5, from 0 to 1", "temperature", "group_size", "rollout.filter"):
+        assert expected in str(caught.value)
+    assert len(told) == 7, "after each eighth of the bound but the last"
+    assert "dropped 2 groups in a row" in told[0]
+
+
+async def test_a_kept_group_ends_a_streak_of_filtered_ones() -> None:
+    def decide(group: Group) -> FilterDecision:
+        return FilterDecision(keep=group.prompt_index % 8 == 7, reason="dull")
+
+    worker = build(Policy(), batch=4, group_filter=decide, max_filtered_in_a_row=16)
+    await worker.start(0)
+    batch = await worker.collect(4, train_version=0)
+    assert indices(batch.groups) == [7, 15, 23, 31], "28 were filtered, never 16 in a row"
     await worker.close()
 
 
