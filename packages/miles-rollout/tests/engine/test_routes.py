@@ -17,6 +17,7 @@ from engine_weights import plan_update, write_buckets
 
 from miles_contracts import EngineError, PauseMode, RoutingTrace, SamplingParams, wire
 from miles_rollout.engine.sequence import Sampling, Sequence
+from miles_rollout.engine.server import EngineServer
 
 FAMILIES = [
     "qwen3_moe",
@@ -180,6 +181,23 @@ async def test_streams_end_with_the_rows_that_are_asked_for(models, serve) -> No
     whole = await engine.client.generate(PROMPT, params, routing=True)
     *_, last = [r async for r in engine.client.generate_stream(PROMPT, params, routing=True, routing_start=20)]
     assert np.array_equal(last.routing, whole.routing[20:])
+
+
+async def test_a_stream_that_looks_late_finds_the_end_and_its_routes(models, serve, monkeypatch) -> None:
+    """Told that a sequence grew, the server sees it only when it has finished: that event must be whole."""
+    engine = await serve(models("qwen3_moe"))
+    plain = EngineServer.on_model
+
+    async def late(self: EngineServer, action: Any) -> Any:
+        result = await plain(self, action)  # the submission is done, or a first look is thrown away
+        while self.core.state()["running_requests"]:
+            await asyncio.sleep(0.001)
+        return result if result is None else await plain(self, action)
+
+    monkeypatch.setattr(EngineServer, "on_model", late)
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    *_, last = [r async for r in engine.client.generate_stream(PROMPT, params, routing=True)]
+    assert len(last.routing) == len(PROMPT) + 5
 
 
 async def test_the_binary_answer_is_a_frame_with_packed_routes(models, serve) -> None:
