@@ -189,10 +189,11 @@ async def test_a_stream_that_looks_late_finds_the_end_and_its_routes(models, ser
     plain = EngineServer.on_model
 
     async def late(self: EngineServer, action: Any) -> Any:
-        result = await plain(self, action)  # the submission is done, or a first look is thrown away
-        while self.core.state()["running_requests"]:
-            await asyncio.sleep(0.001)
-        return result if result is None else await plain(self, action)
+        result = await plain(self, action)
+        if result is None:  # the submission
+            return None
+        await until(lambda: not engine.core.state()["running_requests"])
+        return await plain(self, action)
 
     monkeypatch.setattr(EngineServer, "on_model", late)
     params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
