@@ -121,7 +121,10 @@ def test_wrong_options(options: list[str], named: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_config(["--model-path", "m", *options])
     assert caught.value.code == 2
-    assert named in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("miles-engine: ")
+    assert named in told
+    assert told.count("\n") == 1
 
 
 def test_a_context_longer_than_the_models(models) -> None:

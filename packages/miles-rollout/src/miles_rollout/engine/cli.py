@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from miles_contracts import InvalidFieldError, WeightGroupFactory
+from miles_rollout.command_line import OneLineParser, first_problem, print_problem
 from miles_rollout.engine.config import EngineConfig
 from miles_rollout.engine.folder import check_model_folder
 
@@ -26,11 +26,9 @@ READY = "miles-engine ready: "
 """Start of the one line on standard output that says the engine serves; its URL follows."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """One option for each field of EngineConfig."""
-    parser = argparse.ArgumentParser(
-        prog="miles-engine", description="Serve a causal LM over SGLang's native HTTP calls."
-    )
+    parser = OneLineParser(prog="miles-engine", description="Serve a causal LM over SGLang's native HTTP calls.")
     for name, field in EngineConfig.model_fields.items():
         option = "--" + name.replace("_", "-")
         default = "" if field.is_required() else f" (default: {field.default})"
@@ -48,9 +46,7 @@ def parse_config(argv: Sequence[str] | None = None) -> EngineConfig:
     try:
         return EngineConfig(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-")
-        parser.error(f"{option}: got {first['input']!r}; {first['msg']}")
+        sys.exit(print_problem(parser, first_problem(error), {}))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -66,7 +62,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         # Listening waits until the model is loaded: before that, a connection must be refused, not hang.
     except OSError as error:
-        raise InvalidFieldError("port", port, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise InvalidFieldError(
+            "port", port, f"cannot listen on {host}:{port}: {error.strerror or error}; choose another, or 0"
+        ) from error
     return listener
 
 
@@ -85,16 +83,14 @@ def main(argv: Sequence[str] | None = None, groups: Mapping[str, WeightGroupFact
         check_model_folder(config.model_path)
         listener = bind(config.host, config.port)
     except InvalidFieldError as error:
-        print(f"miles-engine: {error}", file=sys.stderr)  # noqa: T201 (a command talks to its user)
-        return 2
+        return print_problem(build_parser(), error, {})
     # Threads are set before torch starts its pools; two pools that fight for a core are far slower than one.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         server = build(config, groups)
     except InvalidFieldError as error:
-        print(f"miles-engine: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return print_problem(build_parser(), error, {})
     with listener:
         asyncio.run(serve(server, listener, began, parent if config.end_with_parent else None))
     return 0

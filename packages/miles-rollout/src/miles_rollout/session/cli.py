@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from miles_contracts import MilesError
+from miles_contracts import InvalidFieldError, MilesError
+from miles_rollout.command_line import OneLineParser, first_problem, print_problem
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.renderers import FAMILIES, load_renderer
 from miles_rollout.router import Router
@@ -25,6 +27,14 @@ from miles_rollout.session.server import SessionServer
 from miles_rollout.session.tree import Policy
 
 _TOKEN_VARIABLE = "MILES_SESSION_TOKEN"
+_OPTIONS = {
+    "model_path": "--model",
+    "EngineClient.url": "--engine",
+    "engine_timeout_s": "--engine-timeout",
+    "idle_timeout_s": "--idle-timeout",
+    "token": "--token-file",
+}
+"""Options whose fields have another name."""
 _EPILOG = """\
 An agent opens a session and then speaks the OpenAI chat API to it:
 
@@ -41,10 +51,10 @@ Is the chat renderer of your model exact? Find out without an engine:
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """The command line of the server."""
     defaults = SessionConfig()
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="miles-session",
         description="Serve OpenAI-style chat sessions in front of an engine (SGLang, or miles-engine), keeping the "
         "exact tokens for training. `miles-session verify` proves a model's chat renderer.",
@@ -103,19 +113,27 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _kinds(text: str) -> frozenset[Repair]:
+    return frozenset(Repair(kind.strip()) for kind in text.split(","))
+
+
 def config_of(options: argparse.Namespace) -> SessionConfig:
     """The configuration that command-line options name.
 
     Raises:
         ValidationError: a value out of range.
-        ValueError: an unknown kind of repair.
+        InvalidFieldError: an unknown kind of repair.
     """
     kinds = {"all": ALL_REPAIRS, "none": frozenset[Repair]()}
-    repairs = kinds.get(options.repairs)
+    try:
+        repairs = kinds[options.repairs] if options.repairs in kinds else _kinds(options.repairs)
+    except ValueError:
+        remedy = f"use all, none, or a comma list of {', '.join(Repair)}"
+        raise InvalidFieldError("--repairs", options.repairs, remedy) from None
     return SessionConfig(
         policy=options.policy,
         matcher=options.matcher,
-        repairs=frozenset(Repair(k.strip()) for k in options.repairs.split(",")) if repairs is None else repairs,
+        repairs=repairs,
         wait_when_busy=options.wait_when_busy,
         best_effort_tool_choice=options.best_effort_tool_choice,
         live_streams=not options.no_live_streams,
@@ -158,10 +176,11 @@ async def serve(options: argparse.Namespace, config: SessionConfig, token: str |
             stack.push_async_callback(client.close)
         await router.start()
         stack.push_async_callback(router.close)
-        await stack.enter_async_context(server)
-        for client in clients:
-            if not await client.healthy():
-                print(f"warning: engine {client.url} does not answer yet", file=sys.stderr)  # noqa: T201
+        await _check_engines(clients)
+        try:
+            await stack.enter_async_context(server)
+        except OSError as error:
+            raise _not_listening(options, error) from error
         print(  # noqa: T201
             f"miles-session: {server.url} ({renderer.family} renderer, {config.policy} sessions, "
             f"{'token' if token else 'no token'}); open one with POST {server.url}/sessions",
@@ -171,9 +190,35 @@ async def serve(options: argparse.Namespace, config: SessionConfig, token: str |
         await stop.wait()
 
 
+async def _check_engines(clients: Sequence[EngineClient]) -> None:
+    """Of several engines some may come later; with none of them there is nothing to serve.
+
+    Raises:
+        InvalidFieldError: no engine answers.
+    """
+    missing = [client.url for client in clients if not await client.healthy()]
+    if len(missing) == len(clients):
+        raise InvalidFieldError("--engine", ",".join(missing), "no engine answers there; start it first")
+    for url in missing:
+        print(f"miles-session: warning: --engine {url} does not answer yet", file=sys.stderr)  # noqa: T201
+
+
+def _not_listening(options: argparse.Namespace, error: OSError) -> InvalidFieldError:
+    known = error.errno in errno.errorcode  # a host that has no address comes with a number of another kind
+    reason = os.strerror(error.errno) if known and error.errno else error.strerror or error
+    why = f"cannot listen on {options.host}:{options.port}: {reason}"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return InvalidFieldError("--port", options.port, f"{why}; choose another, or 0 for any free one")
+    return InvalidFieldError("--host", options.host, f"{why}; use an address of this machine")
+
+
 def _read_token(options: argparse.Namespace) -> str | None:
     if options.token_file is not None:
-        return str(options.token_file.read_text().strip())
+        try:
+            return str(options.token_file.read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise InvalidFieldError("--token-file", str(options.token_file), remedy) from error
     return os.environ.get(_TOKEN_VARIABLE) or None
 
 
@@ -188,11 +233,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        if not 0 <= options.port <= 65535:
+            raise InvalidFieldError("--port", options.port, "use a number from 0 to 65535")
         config = config_of(options)
         asyncio.run(serve(options, config, _read_token(options)))
     except ValidationError as error:
-        first = error.errors()[0]
-        parser.error(f"{'.'.join(map(str, first['loc']))}: got {first['input']!r}; {first['msg']}")
+        return print_problem(parser, first_problem(error), _OPTIONS)
+    except InvalidFieldError as error:
+        return print_problem(parser, error, _OPTIONS)
     except (MilesError, ValueError, OSError) as error:
         print(f"miles-session: {error}", file=sys.stderr)  # noqa: T201
         return 1
