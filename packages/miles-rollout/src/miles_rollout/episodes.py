@@ -16,6 +16,7 @@ from miles_contracts import Generate, Group, InvalidFieldError, Status, Task, Tr
 from miles_rollout.generate.trajectories import failed_trajectory
 from miles_rollout.ledger import Issue
 from miles_rollout.rewards.base import check_value
+from miles_rollout.rewards.raised import describe_raised
 
 GroupReward = Callable[[Task, Sequence[Trajectory]], Awaitable[Sequence[float]] | Sequence[float]]
 """Scores all trajectories of a group together, one number each."""
@@ -148,7 +149,7 @@ class EpisodeRunner:
             if self._config.on_error is ErrorPolicy.FATAL:
                 raise
             self._counts.errors["group_reward"] += 1
-            reason = f"group reward: {type(error).__name__}: {error}"
+            reason = f"group reward: {describe_raised(error)}"
             failed = [t.replace(status=Status.FAILED, error=reason) for t in group]
             return msgspec.structs.replace(group, trajectories=tuple(failed))
         scored = []

@@ -6,12 +6,14 @@ import asyncio
 import sys
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from miles_contracts import InvalidFieldError, Message, Task
-from miles_rollout.rewards import BatchReward, UserReward, score
+from miles_contracts import InvalidFieldError, Message, Reward, Task
+from miles_rollout.imports import load_object
+from miles_rollout.rewards import BatchReward, ExactMatch, UserReward, score
 
 TASK = Task(prompt_index=0, messages=(Message(role="user", content="q"),), label="4")
 
@@ -53,12 +55,48 @@ async def test_everything_else_is_a_failure_with_a_reason(value: object, reason:
 
 async def test_what_a_reward_raises_is_the_reason() -> None:
     outcome = await score(lambda t, r: 1 / 0, TASK, "x")
-    assert outcome.error == "reward raised ZeroDivisionError: division by zero"
+    assert (outcome.error or "").startswith("reward raised ZeroDivisionError: division by zero (")
 
     async def own_timeout(t: Task, r: str) -> float:
         raise TimeoutError("the judge is slow")
 
-    assert (await score(own_timeout, TASK, "x", timeout_s=60)).error == "reward raised TimeoutError: the judge is slow"
+    outcome = await score(own_timeout, TASK, "x", timeout_s=60)
+    assert (outcome.error or "").startswith("reward raised TimeoutError: the judge is slow (")
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "batch"])
+async def test_where_a_reward_raised_is_named_and_logged_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"raising_rewards_{kind}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(
+        "import json\n\ndef parse(text):\n    return json.loads(text)\n\n"
+        "def plain(task, response):\n    return parse(response)\n\n"
+        "async def waiting(task, response):\n    return parse(response)\n\n"
+        "def batch(tasks, responses):\n    return [parse(r) for r in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward: Reward
+    if kind == "batch":
+        reward = BatchReward(load_object(f"{name}:batch", field="reward"))
+    else:
+        reward = UserReward(f"{name}:{'plain' if kind == 'plain' else 'waiting'}")
+    for _ in range(3):
+        outcome = await score(reward, TASK, "no JSON")
+        assert outcome.error is not None
+        assert "JSONDecodeError: Expecting value" in outcome.error
+        assert outcome.error.endswith(f"({file}:4)"), "the line of the user's file, not of json's"
+    records = [r for r in caplog.records if str(file) in r.getMessage()]
+    assert len(records) == 1
+    assert f'File "{file}", line 4, in parse' in caplog.text
+
+
+async def test_a_reward_of_the_package_names_no_place(caplog: pytest.LogCaptureFixture) -> None:
+    unlabelled = Task(prompt_index=0, messages=TASK.messages)
+    outcome = await score(ExactMatch(), unlabelled, "x")
+    assert (outcome.error or "").endswith("has no label")
+    assert not caplog.records
 
 
 async def test_a_hanging_reward_is_ended() -> None:

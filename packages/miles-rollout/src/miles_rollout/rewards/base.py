@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from miles_contracts import Reward, Task
+from miles_rollout.rewards.raised import describe_raised
 
 
 class RewardOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +36,10 @@ async def score(reward: Reward, task: Task, response: str, *, timeout_s: float |
             if inspect.isawaitable(result):
                 result = await result
     except TimeoutError as error:
-        reason = f"gave no answer within {timeout_s:g} s" if timer.expired() else f"raised TimeoutError: {error}"
+        reason = f"gave no answer within {timeout_s:g} s" if timer.expired() else f"raised {describe_raised(error)}"
         return RewardOutcome(value=None, error=f"reward {reason}")
     except Exception as error:  # noqa: BLE001 - a foreign function may raise anything; it fails one trajectory
-        return RewardOutcome(value=None, error=f"reward raised {type(error).__name__}: {error}")
+        return RewardOutcome(value=None, error=f"reward raised {describe_raised(error)}")
     return check_value(result)
 
 
