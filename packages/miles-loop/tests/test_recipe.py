@@ -84,12 +84,17 @@ def test_a_recipe_needs_names_that_differ() -> None:
         Recipe(family="x", summary="", models=(), tasks=LAYERED.tasks, hardware=LAYERED.hardware)
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "export"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [("train", "train --steps 3"), ("eval", "eval --run runs/first"), ("export", "export runs/first my-model")],
+)
+def test_help_teaches(command: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"usage: miles-toy {command}" in shown
-    assert "miles-toy train --steps 3" in shown
+    examples = [line for line in shown.partition("\nexamples:\n")[2].splitlines() if "#" not in line]
+    assert examples[0] == f"  miles-toy {example}"
+    assert all(line.startswith(f"  miles-toy {command} ") for line in examples)
     assert max(map(len, shown.splitlines())) <= 120
     if command == "train":
         for expected in ("--pipeline-depth", "--resume RUN", "vowels", "needs a GPU", "--trainer.optimizer.lr"):
@@ -131,3 +136,8 @@ def test_a_recipe_costs_no_heavy_import() -> None:
 
 def _python(code: str) -> Any:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_unknown_task_is_told_every_form() -> None:
+    with pytest.raises(InvalidFieldError, match=r"use one of vowels, sums, or FILE.jsonl, or reasoning_gym:NAME$"):
+        RECIPE.task_named("nosuch")

@@ -261,8 +261,10 @@ def test_bad_umbrella_commands(argv: list[str], message: str, capsys: pytest.Cap
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert cli.main(["report", "--help"]) == 0
     assert "miles doctor" in capsys.readouterr().out
+    for command in cli.PAGES:
+        assert cli.main([command, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: miles {command}")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:

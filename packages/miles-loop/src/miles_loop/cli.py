@@ -28,6 +28,33 @@ USAGE = """usage: miles COMMAND
 A recipe brings its own command, for example: miles-qwen3 train --hardware cpu
 """
 
+PAGES = {
+    "report": """usage: miles report RUN [--json]
+
+Shows what the run in the folder RUN has achieved, also while it runs: how it stands or why it ended, rewards and
+evaluations, what was dropped, the audit of its tokens.
+
+  RUN               folder of a run (train --run-dir RUN)
+  --json            print one JSON object
+
+examples:
+  miles report runs/first
+  miles report runs/first --json
+""",
+    "doctor": """usage: miles doctor [--json]
+
+Checks this machine: what is installed, processors, memory, shared memory, and what makes runs slow. The exit status
+is 1 when something would keep a run from working.
+
+  --json            print one JSON object
+""",
+    "recipes": """usage: miles recipes
+
+Lists the installed recipes: their commands, models, tasks and hardware targets.
+""",
+}
+"""`--help` of the commands that take next to no options."""
+
 
 def load_recipes() -> tuple[list[Recipe], list[str]]:
     """The recipes of the installed packages in order of their names, and what could not be loaded."""
@@ -100,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
 
         return plan.run(rest)
     if "--help" in rest or "-h" in rest:
-        sys.stdout.write(USAGE)
+        sys.stdout.write(PAGES[command])
         return 0
     options = [word for word in rest if word.startswith("-")]
     allowed = () if command == "recipes" else ("--json",)

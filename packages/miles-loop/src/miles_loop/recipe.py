@@ -118,15 +118,15 @@ class Recipe:
 
     def task_named(self, name: str) -> TaskPreset:
         """The preset of this name; InvalidFieldError with the nearest name otherwise."""
-        return _find(self.tasks, name, "task.preset")
+        return _find(self.tasks, name, "task.preset", ", or FILE.jsonl, or reasoning_gym:NAME")
 
     def hardware_named(self, name: str) -> HardwareTarget:
         """The target of this name; InvalidFieldError with the nearest name otherwise."""
         return _find(self.hardware, name, "hardware")
 
 
-def _find(items: Iterable[N], name: str, what: str) -> N:
+def _find(items: Iterable[N], name: str, what: str, more: str = "") -> N:
     names = {item.name: item for item in items}
     if name in names:
         return names[name]
-    raise InvalidFieldError(what, name, f"{nearest(name, names)}use one of {', '.join(names)}")
+    raise InvalidFieldError(what, name, f"{nearest(name, names)}use one of {', '.join(names)}{more}")

@@ -14,6 +14,19 @@ from miles_loop.config import RunConfig
 from miles_loop.options import Option, options, section_of
 from miles_loop.recipe import Recipe
 
+EXAMPLES = {
+    "eval": (
+        ("the newest checkpoint of a run, on its own held-out tasks", "eval --run runs/first"),
+        ("four answers a problem, as one JSON object", "eval --run runs/first --evaluation.samples 4 --json"),
+        ("a model folder on prompts of yours", "eval --model ./my-model --task prompts.jsonl --task.reward exact"),
+    ),
+    "export": (
+        ("the model of the newest checkpoint", "export runs/first my-model"),
+        ("the model after step 40", "export runs/first my-model --step 40"),
+    ),
+}
+"""Examples of commands that all recipes share: (comment, words after the recipe's name)."""
+
 
 def show_default(value: Any) -> str:
     """A default as it would be typed; `required` when there is none."""
@@ -89,11 +102,18 @@ def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag],
             out += ["", f"  {section or 'run'}: {description}"]
             for option in _own(section, listed):
                 out += entry(f"--{option.path} {placeholder(option)}", option.description, option.default)
-    if recipe.examples:
+    examples = _examples(recipe, command)
+    if examples:
         out += ["", "examples:"]
-        for comment, line in recipe.examples:
+        for comment, line in examples:
             out += [f"  # {comment}", f"  {line}"]
     return "\n".join(out) + "\n"
+
+
+def _examples(recipe: Recipe, command: str) -> list[tuple[str, str]]:
+    """(comment, command line) of what a recipe shows of a command, and of what every recipe can do."""
+    own = [(comment, line) for comment, line in recipe.examples if line.startswith(f"{recipe.command} {command}")]
+    return own + [(comment, f"{recipe.command} {line}") for comment, line in EXAMPLES.get(command, ())]
 
 
 def _presets(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -426,6 +426,8 @@ print(json.dumps({"arc/reward": 0.25, "folder": os.path.isdir(sys.argv[1]), "ver
     ("code", "reason"),
     [
         ("import sys; sys.exit('no GPU')", "ended with status 1: no GPU"),
+        ("import sys; sys.exit(3)", "ended with status 3 and printed nothing"),
+        ("import sys; print('no GPU'); sys.exit(3)", "ended with status 3: no GPU"),
         ("print('done')", "no object of numbers: 'done'"),
         ("pass", "no object of numbers: ''"),
         ("print('{}')", "at least one number"),

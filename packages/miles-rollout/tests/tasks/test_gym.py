@@ -87,7 +87,7 @@ def test_a_missing_tag_can_be_required() -> None:
 def test_unknown_family_names_the_nearest() -> None:
     with pytest.raises(InvalidFieldError, match="did you mean basic_arithmetic"):
         ReasoningGymTasks("basic_aritmetic")
-    with pytest.raises(InvalidFieldError, match="families"):
+    with pytest.raises(InvalidFieldError, match=r"there are \d+ families, for example \w+, "):
         ReasoningGymTasks("qqqqqqq")
 
 

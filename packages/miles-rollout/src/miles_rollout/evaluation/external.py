@@ -68,8 +68,9 @@ class ExternalEvaluator:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode != 0:
-            tail = err.decode(errors="replace").strip()[-_SHOWN:]
-            raise EvaluationSkippedError("crashed", f"{argv[0]} ended with status {process.returncode}: {tail}")
+            tail = err.decode(errors="replace").strip()[-_SHOWN:] or out.decode(errors="replace").strip()[-_SHOWN:]
+            said = f": {tail}" if tail else " and printed nothing"
+            raise EvaluationSkippedError("crashed", f"{argv[0]} ended with status {process.returncode}{said}")
         return self._parse(out)
 
     @staticmethod

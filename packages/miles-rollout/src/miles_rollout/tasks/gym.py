@@ -95,19 +95,31 @@ class ReasoningGymTasks(TaskStream):
         return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=16).hexdigest()
 
 
-def _create(name: str, seed: int, size: int, config: dict[str, Any]) -> Any:
+def check_family(name: str) -> None:
+    """Refuse a name that reasoning-gym does not know.
+
+    Raises:
+        InvalidFieldError: with the names that are like it.
+        ImportError: reasoning-gym is not installed.
+    """
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError("reasoning-gym tasks need the extra: pip install 'miles-rollout[tasks]'") from error
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(DATASETS)} families"
+        some = f"there are {len(DATASETS)} families, for example {', '.join(sorted(DATASETS)[:4])}"
+        hint = f"did you mean {' or '.join(near)}?" if near else some
         raise InvalidFieldError("reasoning-gym family", name, hint)
+
+
+def _create(name: str, seed: int, size: int, config: dict[str, Any]) -> Any:
+    check_family(name)
     for reserved in ("seed", "size"):
         if reserved in config:
             raise InvalidFieldError(f"config.{reserved}", config[reserved], f"give {reserved} as its own argument")
+    import reasoning_gym
+
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
     except (TypeError, ValueError, AssertionError) as error:
