@@ -31,6 +31,15 @@ AT_ONCE = {
     "task without a source": (("--task.source", "reasoning_gym"), "task.dataset: got None"),
     "word": (("steps",), "argument: got 'steps'"),
     "run that is not there": (("--resume", "nowhere"), "no run there"),
+    "missing prompts": (("--task", "nowhere.jsonl"), "task.path: got 'nowhere.jsonl'; cannot be read"),
+    "missing held-out prompts": (("--task.eval_path", "no.jsonl"), "task.eval_path: got 'no.jsonl'; cannot be read"),
+    "folder of prompts": (("--task.path", "."), "task.path: got '.'; cannot be read: Is a directory"),
+    "missing model": (("--model", "no/model"), "model: got 'no/model'"),
+    "port that does not exist": (("--engine.port", "70000"), "engine.port: got '70000'"),
+    "last port for two": (("--engine.port", "65535", "--engine.replicas", "2"), "engine.port: got '65535'"),
+    "unknown data type": (("--engine.dtype", "float31"), "engine.dtype: got 'float31'"),
+    "group of one": (("--rollout.group_size", "1", "--rollout.filter", "none"), "grpo compares the answers of a group"),
+    "missing prompts, shown only": (("--task", "nowhere.jsonl", "--dry-run"), "cannot be read"),
 }
 
 
@@ -43,6 +52,12 @@ def test_a_command_line_is_refused(
     assert main(["train", *options]) == 2
     assert expected in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_of_one_is_fine_without_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--rollout.group_size", "1", "--rollout.filter", "none", "--trainer.advantage.estimator", "reinforce_pp")
+    assert main(["train", "--dry-run", *options]) == 0
+    assert "group_size = 1" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +125,23 @@ def test_broken_lines_are_all_named(model: Path, tmp_path: Path) -> None:
         assemble(model, "--task", str(prompts))
     assert "line 2: not JSON" in str(caught.value)
     assert "line 3: no field 'prompt'" in str(caught.value)
+
+
+def test_labels_are_checked_as_each_reward_needs(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b", "label": "x"}\n{"prompt": "c"}\n')
+
+    def lines(*options: str) -> list[int]:
+        with pytest.raises(TaskFileError) as caught:
+            assemble(model, "--task", str(prompts), *options)
+        assert "(task reward 'exact' compares answers with it)" in str(caught.value)
+        return [number for number, _ in caught.value.problems]
+
+    assert lines("--task.reward", "exact", "--task.eval_size", "1") == [1, 3]
+    own = ("--task.reward", "loop_toy.recipe:vowels")
+    assert lines(*own, "--task.eval_reward", "exact", "--task.eval_size", "1") == [3]
+    assert lines(*own, "--task.eval_reward", "exact", "--task.eval_path", str(prompts)) == [1, 3]
+    assemble(model, "--task", str(prompts), *own, "--task.eval_size", "1")
 
 
 def test_a_split_trains_on_what_it_does_not_hold_out() -> None:

@@ -66,6 +66,7 @@ def test_a_killed_trainer_ends_the_run_by_name(fast: Command, tmp_path: Path) ->
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1, out + err
     assert "process trainer was killed by SIGKILL" in err
+    assert "run with --checkpoint-every N" in err
     wait_for(lambda: not any(alive(child) for child in others), 10)
 
 
@@ -173,10 +174,16 @@ def test_a_process_that_does_not_start_shows_its_log(fast: Command, tmp_path: Pa
 
 
 def test_bad_data_ends_the_processes_and_the_run(fast: Command, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    out = fast.run("train", "--run-dir", run, "--plain", "--task", "nowhere.jsonl", status=2)
-    assert "task file: got 'nowhere.jsonl'; cannot be read" in out
-    assert (status(run)["status"], status(run)["reason"]) == ("failed", "invalid_field")
+    run, bad = tmp_path / "run", tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    out = fast.run("train", "--run-dir", run, "--plain", "--task", bad, "--steps", 1, status=2)
+    assert "line 1: not JSON" in out
+    assert "reward" not in out.lower(), "no summary of nothing"
+    assert (status(run)["status"], status(run)["reason"]) == ("failed", "task_file")
+    # Nothing was trained, so the folder is free for the command that was meant.
+    fast.run("train", "--run-dir", run, "--plain", "--steps", 1, "--seed", 5)
+    assert records(run)[-1]["step"] == 1
+    assert "a run is there" in fast.run("train", "--run-dir", run, "--plain", status=2)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(fast: Command, tmp_path: Path) -> None:

@@ -103,6 +103,39 @@ def test_what_makes_the_run_cannot_change(fast: Command, tmp_path: Path) -> None
     assert "seed: got '7'; a resumed run keeps this" in out
 
 
+def test_without_a_checkpoint_it_starts_again_and_keeps_the_old_records(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "lost"
+    kill_after(fast, run, 4, 0.0, "--steps", 6, "--pipeline-depth", 0, first=True)
+    old = records(run)
+    lost = old[-1]["step"]
+    assert lost >= 3
+    out = fast.run("train", "--resume", run, "--steps", lost - 1, status=2)
+    assert f"the run has done {lost}; ask for more with --steps" in out
+    out = fast.run("train", "--resume", run, "--steps", 7, "--task", "sums", status=2)
+    assert "a resumed run keeps this" in out
+    assert records(run) == old, "what is refused changes nothing"
+    out = fast.run("train", "--resume", run, "--plain")
+    said = f"no checkpoint in {run}: the run starts again from step 0; the records of the {lost} steps that are lost"
+    assert said in out
+    assert said in (run / "logs" / "driver.log").read_text()
+    (kept,) = run.glob("lost-*")
+    assert records(kept) == old
+    assert [entry["step"] for entry in records(kept, "ledger.jsonl")][: lost - 1] == list(range(1, lost))
+    assert [r["step"] for r in records(run)] == list(range(7))
+    trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]
+    assert len(trained) == len(set(trained)) == 12
+
+
+def test_a_run_that_was_killed_before_its_first_step_says_nothing_of_losses(fast: Command, tmp_path: Path) -> None:
+    run = tmp_path / "early"
+    process = fast.start("train", "--run-dir", run, "--plain", "--steps", 1, FAKE_STEP_S="60")
+    wait_for_records(process, run, 1)
+    process.kill()
+    process.wait()
+    assert "no checkpoint" not in fast.run("train", "--resume", run, "--plain")
+    assert not list(run.glob("lost-*"))
+
+
 def test_a_damaged_checkpoint_is_named(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "damaged"
     fast.run("train", "--run-dir", run, "--plain", "--steps", 2)

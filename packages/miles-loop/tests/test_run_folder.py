@@ -48,6 +48,35 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
         folder.create(CONFIG)
 
 
+def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create(CONFIG)
+    folder.model.mkdir()
+    folder.metrics_file.write_text('{"step":0}\n')
+    folder.write_status({"status": "failed"})
+    (folder.logs / "driver.log").write_text("why")
+    folder.unlock()
+    folder.create(CONFIG)
+    assert not folder.model.exists()
+    assert not folder.metrics_file.exists()
+    assert not folder.status_file.exists()
+    assert (folder.logs / "driver.log").read_text() == "why"
+
+
+@pytest.mark.parametrize("what", ["running", "step", "checkpoint"])
+def test_a_folder_with_something_to_continue_is_not(tmp_path: Path, what: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create(CONFIG)
+    folder.write_status({"status": "running" if what == "running" else "failed"})
+    if what == "step":
+        folder.metrics_file.write_text('{"step":1}\n')
+    if what == "checkpoint":
+        (folder.checkpoints / "step_000001").mkdir()
+    folder.unlock()
+    with pytest.raises(InvalidFieldError, match="a run is there"):
+        folder.create(CONFIG)
+
+
 def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(InvalidFieldError, match="the folder is not empty"):

@@ -47,8 +47,9 @@ SUMMARIES = {
     "eval": "Measure a model, or the newest checkpoint of a run, on the held-out tasks.",
     "export": "Copy the model of a run's checkpoint into a Hugging Face folder: export RUN FOLDER.",
 }
-_FIXED = ("model", "seed", "task", "run_dir", "recipe")
-"""What a run that has a checkpoint cannot change any more: its data stream and model would not be its own."""
+_FIXED = ("model", "seed", "task", "run_dir", "recipe", "hardware")
+"""What a run cannot change any more: its data stream and model would not be its own, and what a hardware target
+sets is stored option by option."""
 
 Command = Callable[..., int]
 
@@ -124,11 +125,15 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
     _no_words(parsed)
     if "resume" in parsed.flags:
         return _resume(recipe, parsed)
+    from miles_loop.preflight import check_run
+
     config = config_for(recipe, parsed)
+    target = recipe.hardware_named(config.hardware)
+    if not target.needs:  # what is for another machine may be looked at here
+        check_run(recipe, config)
     if "dry-run" in parsed.flags:
         sys.stdout.write(toml.dumps(config))
         return EXIT_GOOD
-    target = recipe.hardware_named(config.hardware)
     if target.needs:
         raise InvalidFieldError("hardware", target.name, f"this target needs {target.needs}; --dry-run shows it")
     from miles_loop.run_folder import default_run_dir
@@ -143,8 +148,8 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
 
 
 def _resume(recipe: Recipe, parsed: Parsed) -> int:
-    from miles_loop.checkpoint import newest_checkpoint
     from miles_loop.options import read_toml
+    from miles_loop.preflight import check_run
     from miles_loop.run_folder import RunFolder
     from miles_loop.run_session import open_resumed
     from miles_loop.runtime import require_runtime
@@ -156,18 +161,19 @@ def _resume(recipe: Recipe, parsed: Parsed) -> int:
     file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
     changes = merge(file, parsed.settings)
     fixed = [name for name in _FIXED if name in changes]
-    if fixed and newest_checkpoint(folder.checkpoints) is not None:
+    if fixed:
         raise InvalidFieldError(fixed[0], changes[fixed[0]], "a resumed run keeps this; start a new run to change it")
     config = build(RunConfig, [read_toml(folder.config_file), changes])
+    check_run(recipe, config)
     if "dry-run" in parsed.flags:
         sys.stdout.write(toml.dumps(config))
         return EXIT_GOOD
     require_runtime(config)
-    state = open_resumed(folder, config)
-    return _run(recipe, config, folder, state, plain="plain" in parsed.flags)
+    state, restarted = open_resumed(folder, config)
+    return _run(recipe, config, folder, state, plain="plain" in parsed.flags, said_first=restarted)
 
 
-def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: bool) -> int:
+def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: bool, said_first: str = "") -> int:
     from miles_loop.display import make_display
     from miles_loop.run_session import RunSession
 
@@ -181,6 +187,9 @@ def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: b
         display.note(f"run folder: {folder.path}")
         if state is not None:
             display.note(f"continuing after step {state.step}")
+        if said_first:
+            logging.getLogger(__name__).warning("%s", said_first)
+            display.note(said_first)
         session = RunSession(recipe, config, folder, display, state)
         try:
             asyncio.run(session.run())
@@ -191,14 +200,14 @@ def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: b
             logging.getLogger(__name__).exception("the driver failed")
             traceback.print_exc()
             failure = error
-    _summarise(folder, config)
+    _summarise(folder, config, shown=failure is None or session.progress.step > 0)
     if isinstance(failure, MilesError):
         raise failure
     return EXIT_GOOD if failure is None else EXIT_FAILED
 
 
-def _summarise(folder: Any, config: RunConfig) -> None:
-    """Write summary and plot; print the table. A full disk costs the files, not the table."""
+def _summarise(folder: Any, config: RunConfig, *, shown: bool) -> None:
+    """Write summary and plot; print the table where it is `shown`. A full disk costs the files, not the table."""
     from miles_loop import report
     from miles_loop.files import write_atomic
     from miles_loop.plot import plot_rewards
@@ -210,7 +219,8 @@ def _summarise(folder: Any, config: RunConfig) -> None:
             plot_rewards(folder)
     except DiskFullError as error:
         sys.stderr.write(f"{error}\n")
-    sys.stdout.write(f"\n{report.text(msgspec.structs.replace(found, message=''))}")
+    if shown:
+        sys.stdout.write(f"\n{report.text(msgspec.structs.replace(found, message=''))}")
     folder.unlock()
 
 

@@ -20,7 +20,8 @@ from miles_trainer.config import TrainerConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+_LAST_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=_LAST_PORT)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -278,6 +279,12 @@ class EngineConfig(Section):
     """An engine that answers no health check for this long is killed and started again."""
     router: RouterKind = RouterKind.OWN
     """What places turns on engines: Miles' `own` router, or a `sglang` router process in front of them."""
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> EngineConfig:
+        if self.port + self.replicas - 1 > _LAST_PORT:
+            raise ValueError(f"port: {self.replicas} engines from this one on need ports above {_LAST_PORT}")
+        return self
 
 
 class TransportKind(StrEnum):

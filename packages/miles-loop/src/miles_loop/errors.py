@@ -24,11 +24,16 @@ class RunError(MilesError):
 class ProcessDiedError(RunError):
     """A child process ended by itself. The message shows the end of its log."""
 
-    def __init__(self, name: str, how: str, log: Path, tail: str) -> None:
+    def __init__(self, name: str, how: str, log: Path, tail: str, advice: str = "") -> None:
         shown = f"\n  ... end of {log}:\n" + "\n".join(f"  | {line}" for line in tail.splitlines()) if tail else ""
-        super().__init__("process_died", f"process {name} {how}{shown}")
+        super().__init__("process_died", f"process {name} {how}{shown}" + (f"\n{advice}" if advice else ""))
         self.name = name
         self.how = how
+        self._log, self._tail = log, tail
+
+    def advised(self, advice: str) -> ProcessDiedError:
+        """The same with a line that says what to do."""
+        return ProcessDiedError(self.name, self.how, self._log, self._tail, advice)
 
 
 class DiskFullError(RunError):

@@ -9,6 +9,7 @@
     checkpoints/step_N/    complete states to continue from (see `miles_loop.checkpoint`)
     logs/                  what the processes wrote
     summary.json, reward.png   written at the end
+    lost-DATE-TIME/        records of steps that a resume had no checkpoint of
 
 One process owns a folder at a time; readers need no permission and no lock.
 """
@@ -32,7 +33,7 @@ import msgspec
 
 from miles_contracts import Group, InvalidFieldError, wire
 from miles_loop.config import RunConfig
-from miles_loop.files import disk_errors, write_atomic, write_json
+from miles_loop.files import disk_errors, remove_tree, write_atomic, write_json
 from miles_loop.options import build
 from miles_loop.toml import dumps
 
@@ -112,6 +113,8 @@ class RunFolder:
             InvalidFieldError: a run is there, or anything else.
         """
         if self.config_file.exists():
+            if self.unused:
+                return
             raise InvalidFieldError(
                 "run_dir", str(self.path), "a run is there; continue it with --resume, or name another folder"
             )
@@ -132,8 +135,43 @@ class RunFolder:
         except OSError as error:
             raise InvalidFieldError("run_dir", str(self.path), f"cannot be made: {error.strerror}") from error
         self.lock()
-        self.require_new()  # nobody else can make one now, but somebody may have while we waited
+        try:
+            self.require_new()  # nobody else can make one now, but somebody may have while we waited
+        except InvalidFieldError:
+            self.unlock()
+            raise
+        with disk_errors(self.path):
+            self._clear()
         self.prepare(config)
+
+    @property
+    def unused(self) -> bool:
+        """True when the run in the folder failed before its first step: there is nothing to continue or to keep."""
+        if self.read_status().get("status") != "failed" or any(self.checkpoints.glob("step_*")):
+            return False
+        return not any(record["step"] for record in read_jsonl(self.metrics_file))
+
+    def _clear(self) -> None:
+        """Remove what a run that failed before its first step has left, its logs and `run.json` excepted."""
+        for folder in (self.model, self.snapshots, self.checkpoints, self.trajectories):
+            if folder.is_dir():
+                remove_tree(folder)
+        for file in (self.config_file, self.metrics_file, self.ledger_file, self.status_file):
+            file.unlink(missing_ok=True)
+        for name in ("summary.json", "reward.png"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def set_records_aside(self) -> Path:
+        """Move metrics, ledger and trajectories into a folder of their own, named after this second; returns it."""
+        with disk_errors(self.path):
+            kept = self.path / f"lost-{time.strftime('%Y%m%d-%H%M%S')}"
+            while kept.exists():
+                kept = kept.with_name(f"{kept.name}x")
+            kept.mkdir()
+            for entry in (self.metrics_file, self.ledger_file, self.trajectories):
+                if entry.exists():
+                    os.replace(entry, kept / entry.name)
+        return kept
 
     def prepare(self, config: RunConfig) -> None:
         """Make what is missing and store the configuration."""

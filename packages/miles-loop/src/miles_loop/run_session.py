@@ -130,6 +130,11 @@ class RunSession:
                 return await self._run()
             except ProcessDiedError as error:
                 checkpoint = newest_checkpoint(self._folder.checkpoints)
+                if error.name == TRAINER and checkpoint is None and self.progress.step:
+                    remedy = (
+                        "there is no checkpoint to go back to; run with --checkpoint-every N to lose N steps at most"
+                    )
+                    raise error.advised(remedy) from error
                 if error.name != TRAINER or not restarts_left or checkpoint is None or self._stop_signals:
                     raise
                 restarts_left -= 1
@@ -266,23 +271,35 @@ def open_new(config: RunConfig) -> RunFolder:
     return folder
 
 
-def open_resumed(folder: RunFolder, config: RunConfig) -> LoopState | None:
-    """Own the folder of an earlier run and bring it back to its newest checkpoint; None means: from the start.
+def open_resumed(folder: RunFolder, config: RunConfig) -> tuple[LoopState | None, str]:
+    """Own the folder of an earlier run and bring it back to its newest checkpoint.
+
+    Returns the state to continue from, None for the start; and what to say when done steps are lost by that. Their
+    records are kept beside the new ones.
 
     Raises:
-        InvalidFieldError: another process runs there, or the run has no steps left.
+        InvalidFieldError: another process runs there, or the run has done the steps that are asked for.
         RunError: the checkpoint is damaged.
     """
     folder.lock()
     clean(folder.checkpoints)
     path = newest_checkpoint(folder.checkpoints)
     state = read_checkpoint(path) if path is not None else None
-    step = state.step if state is not None else 0
-    if step >= config.steps:
-        raise InvalidFieldError("steps", config.steps, f"the run has done {step}; ask for more with --steps")
+    recorded = max((record["step"] for record in read_jsonl(folder.metrics_file)), default=0)
+    done = state.step if state is not None else recorded
+    # Without a checkpoint a run that has done all its steps still has to do them again: it has no model to show.
+    if done > config.steps or (state is not None and done == config.steps):
+        raise InvalidFieldError("steps", config.steps, f"the run has done {done}; ask for more with --steps")
+    restarted = ""
+    if state is None and recorded:
+        kept = folder.set_records_aside()
+        restarted = (
+            f"no checkpoint in {folder.path}: the run starts again from step 0; the records of the {recorded} steps "
+            f"that are lost are in {kept}; --checkpoint-every N keeps steps"
+        )
     folder.prepare(config)
     rewind(folder, state)
-    return state
+    return state, restarted
 
 
 def rewind(folder: RunFolder, state: LoopState | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -14,6 +14,8 @@ from miles_contracts import EngineError
 
 SGLANG_VERSIONS = ">=0.5.23,<0.6"
 """The range of SGLang whose calls and flags this package knows; it is tested with the lowest one."""
+EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Data types of weights that every kind of engine knows; `auto` takes the one in the model's config."""
 SUPPORTED = f"the embedded engine, or SGLang {SGLANG_VERSIONS}"
 """What an error recommends when a call is missing."""
 

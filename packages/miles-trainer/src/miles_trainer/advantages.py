@@ -19,7 +19,6 @@ from miles_contracts import Group, InvalidFieldError, Status, Trajectory
 from miles_trainer.config import AdvantageConfig, Estimator
 from miles_trainer.errors import describe
 
-_BASELINE = (Estimator.GRPO, Estimator.DR_GRPO, Estimator.RLOO, Estimator.REINFORCE_PP_BASELINE)
 _WHITENED = (Estimator.REINFORCE_PP, Estimator.REINFORCE_PP_BASELINE)
 
 
@@ -123,7 +122,7 @@ def assign_credit(groups: Sequence[Group], config: AdvantageConfig, *, rewarded:
             rewards = [(m, member_reward(m)) for m in by_member.values()]
             kept = [m for m, r in rewards if r is not None]
             known = np.array([r for _, r in rewards if r is not None], dtype=np.float64)
-            if config.estimator in _BASELINE and len(kept) < 2:
+            if config.estimator.compares and len(kept) < 2:
                 excluded_groups += 1
                 kept, known = [], known[:0]
             values = group_advantages(known, config) if kept else known
@@ -150,7 +149,7 @@ def assign_credit(groups: Sequence[Group], config: AdvantageConfig, *, rewarded:
 
 
 def _check_group_size(group: Group, config: AdvantageConfig) -> None:
-    if group.size < 2 and config.estimator in _BASELINE:
+    if group.size < 2 and config.estimator.compares:
         raise InvalidFieldError(
             f"Group.size of prompt {group.prompt_index}",
             group.size,

@@ -26,6 +26,11 @@ class Estimator(StrEnum):
     REINFORCE_PP = "reinforce_pp"
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
 
+    @property
+    def compares(self) -> bool:
+        """True when the members of a group are compared, so that a group of one teaches nothing."""
+        return self is not Estimator.REINFORCE_PP
+
 
 class ObjectiveKind(StrEnum):
     """The loss of one token."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from miles_rollout.engine_identity import EngineDtype
 
 
 class EngineConfig(BaseModel):
@@ -30,7 +31,7 @@ class EngineConfig(BaseModel):
     port: int = Field(default=30000, ge=0, le=65535)
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: EngineDtype = "auto"
     context_length: int | None = Field(default=None, ge=2)
     max_running_requests: int = Field(default=256, ge=1)
     max_queued_requests: int = Field(default=65536, ge=1)
