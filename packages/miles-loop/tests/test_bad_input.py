@@ -94,7 +94,7 @@ def test_an_assembly_is_refused(case: str, model: Path) -> None:
 
 def test_a_good_one_is_not(model: Path) -> None:
     assemble(model)
-    assemble(model, "--task.reward", "numeric", "--engine.max_context", "100")
+    assemble(model, "--task.reward", "exact", "--engine.max_context", "100")
 
 
 @pytest.mark.parametrize(

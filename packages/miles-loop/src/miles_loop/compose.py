@@ -17,12 +17,13 @@ from miles_contracts import (
 )
 from miles_loop.config import RunConfig, SamplingConfig, TaskConfig, TaskSourceKind
 from miles_loop.names import nearest
+from miles_loop.scoring import label_check
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.episodes import GroupReward, WorkerConfig
 from miles_rollout.filters import reward_variance, user_filter
 from miles_rollout.ledger import Ledger, UnusedPolicy
 from miles_rollout.scheduler import Granularity, Scheduler
-from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskSource
+from miles_rollout.tasks import JsonlTasks, LabelCheck, ReasoningGymTasks, Split, TaskSource
 from miles_rollout.worker import RolloutWorker
 
 _NO_SIGNAL = "no_signal"
@@ -49,13 +50,25 @@ def make_tasks(config: TaskConfig, seed: int) -> Tasks:
         return _gym_tasks(config, seed)
     path = config.path
     assert path is not None  # the configuration has checked it
-    everything = JsonlTasks(path, seed=seed, shuffle=config.shuffle, system_prompt=config.system_prompt)
+    label = label_check(config, config.reward)
+    held_out_label = label_check(config, config.eval_reward or config.reward)
+    same = config.eval_reward in (None, config.reward)
+    # The whole file at once where one check is right for all of it, so that all bad lines are named together.
+    whole = same or config.eval_path is not None or not config.eval_size
+    everything = JsonlTasks(
+        path,
+        seed=seed,
+        shuffle=config.shuffle,
+        system_prompt=config.system_prompt,
+        check_label=label if whole else None,
+    )
     if config.eval_path is not None:
         held_out = JsonlTasks(
             config.eval_path,
             shuffle=False,
             system_prompt=config.system_prompt,
             limit=config.eval_size or None,
+            check_label=held_out_label,
         )
         return Tasks(everything, held_out if config.eval_size else None)
     if not config.eval_size:
@@ -68,10 +81,18 @@ def make_tasks(config: TaskConfig, seed: int) -> Tasks:
             f"{path} has {everything.size} prompts; hold out fewer, or give task.eval_path",
         )
 
-    def part(*, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
-        return JsonlTasks(path, seed=seed, shuffle=shuffle, system_prompt=config.system_prompt, skip=skip, limit=limit)
+    def part(check: LabelCheck | None, *, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
+        return JsonlTasks(
+            path,
+            seed=seed,
+            shuffle=shuffle,
+            system_prompt=config.system_prompt,
+            skip=skip,
+            limit=limit,
+            check_label=check,
+        )
 
-    return Tasks(part(shuffle=config.shuffle, limit=left), part(shuffle=False, skip=left))
+    return Tasks(part(label, shuffle=config.shuffle, limit=left), part(held_out_label, shuffle=False, skip=left))
 
 
 def _gym_tasks(config: TaskConfig, seed: int) -> Tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from miles_contracts import InvalidFieldError, Reward
 from miles_loop.config import RewardScope, TaskConfig
@@ -20,7 +21,10 @@ from miles_rollout.rewards import (
     RemoteReward,
     Sandbox,
     UserReward,
+    exact_label,
+    numeric_label,
 )
+from miles_rollout.tasks import LabelCheck
 
 _BUILTIN: dict[str, Callable[[], Reward]] = {
     "exact": ExactMatch,
@@ -29,6 +33,29 @@ _BUILTIN: dict[str, Callable[[], Reward]] = {
     "code": lambda: CodeReward(Sandbox()),
     "verifier": ReasoningGymReward,
 }
+
+
+_LABELS: dict[str, LabelCheck] = {
+    "exact": exact_label,
+    "numeric": numeric_label,
+    "maths": exact_label,
+}
+
+
+def label_check(config: TaskConfig, reward: str) -> LabelCheck | None:
+    """What the built-in `reward` asks of a label, as why it cannot be used; None where labels are not its business.
+
+    An agent may give its own rewards, so its tasks need no labels.
+    """
+    if config.agent is not None or reward not in _LABELS:
+        return None
+    check = _LABELS[reward]
+
+    def problem(label: Any) -> str | None:
+        found = check(label)
+        return None if found is None else f"{found} (task reward {reward!r} compares answers with it)"
+
+    return problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_contracts import InvalidFieldError, Message
+from miles_rollout.rewards import exact_label, numeric_label
 from miles_rollout.tasks import JsonlTasks, TaskFileError
 
 
@@ -56,11 +57,14 @@ def test_all_bad_lines_are_named(tmp_path: Path) -> None:
         b'{"prompt": [{"content": "no role"}]}',
         b'{"prompt": "x", "metadata": [1]}',
         b'{"prompt": "\xff"}',
+        b'{"prompt": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}',
+        b'{"prompt": "x", "lable": "y"}',
+        b'{"prompt": "x", "id": 7}',
     ]
     with pytest.raises(TaskFileError) as caught:
         JsonlTasks(file(tmp_path, b"\n".join(lines)))
     problems = dict(caught.value.problems)
-    assert sorted(problems) == list(range(2, 11))
+    assert sorted(problems) == list(range(2, 14))
     assert "not JSON" in problems[2]
     assert "expected a JSON object, got list" in problems[3]
     assert "no field 'prompt'; it has 'promt'" in problems[4]
@@ -70,7 +74,10 @@ def test_all_bad_lines_are_named(tmp_path: Path) -> None:
     assert "role" in problems[8]
     assert "must be an object, got list" in problems[9]
     assert "not UTF-8 at byte 12" in problems[10]
-    assert "9 bad line(s)" in str(caught.value)
+    assert "unknown role 'robot' in message 1; use one of system, developer, user" in problems[11]
+    assert "unknown field 'lable'; did you mean 'label'?" in problems[12]
+    assert "unknown field 'id'; known are prompt, label, metadata; extras go into 'metadata'" in problems[13]
+    assert "12 bad line(s)" in str(caught.value)
     assert "line 4: no field" in str(caught.value)
 
 
@@ -106,3 +113,24 @@ def test_one_file_split_in_two(tmp_path: Path) -> None:
         JsonlTasks(path, skip=10)
     with pytest.raises(InvalidFieldError, match="limit"):
         JsonlTasks(path, limit=0)
+
+
+def test_labels_are_checked_where_the_reward_needs_them(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "label": "1"}', "", '{"prompt": "b"}', "{", '{"prompt": "c", "label": [1]}']
+    path = file(tmp_path, "\n".join([*lines, '{"prompt": "d", "label": 2}', '{"prompt": "e", "label": "two"}']))
+    with pytest.raises(TaskFileError) as caught:
+        JsonlTasks(path, check_label=numeric_label)
+    problems = dict(caught.value.problems)
+    assert list(problems) == [3, 4, 5, 7], "in the order of the file, whatever is wrong"
+    assert problems[3] == "it has no label"
+    assert problems[5] == "the label must be text or a number, got list"
+    assert problems[7] == "there is no number in the label 'two'"
+
+
+def test_only_labels_of_used_items_are_checked(tmp_path: Path) -> None:
+    path = file(tmp_path, '{"prompt": "a"}\n{"prompt": "b", "label": "x"}\n{"prompt": "c", "label": true}\n')
+    assert JsonlTasks(path, skip=1, limit=1, check_label=exact_label).size == 1
+    with pytest.raises(TaskFileError, match=r"line 1: it has no label"):
+        JsonlTasks(path, limit=2, check_label=exact_label)
+    with pytest.raises(TaskFileError, match=r"line 3: the label must be text or a number, got bool"):
+        JsonlTasks(path, skip=1, check_label=exact_label)

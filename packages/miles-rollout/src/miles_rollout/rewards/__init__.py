@@ -4,7 +4,7 @@ from miles_rollout.rewards.base import RewardOutcome, score
 from miles_rollout.rewards.batch import BatchReward
 from miles_rollout.rewards.code import CodeReward
 from miles_rollout.rewards.gym import ReasoningGymReward
-from miles_rollout.rewards.matching import ExactMatch, NumericMatch, extract_number
+from miles_rollout.rewards.matching import ExactMatch, NumericMatch, exact_label, extract_number, numeric_label
 from miles_rollout.rewards.maths import MathMatch
 from miles_rollout.rewards.remote import RemoteReward
 from miles_rollout.rewards.sandbox import Isolation, Limits, Sandbox, SandboxError
@@ -24,6 +24,8 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "UserReward",
+    "exact_label",
     "extract_number",
+    "numeric_label",
     "score",
 ]

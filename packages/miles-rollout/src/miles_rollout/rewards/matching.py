@@ -6,6 +6,7 @@ import re
 import unicodedata
 from decimal import Decimal, InvalidOperation, localcontext
 from fractions import Fraction
+from typing import Any
 
 from miles_contracts import InvalidFieldError, Task
 
@@ -23,6 +24,23 @@ _NUMBER = re.compile(
 _MAX_DIGITS = 400
 
 
+def exact_label(label: Any) -> str | None:
+    """Why `label` cannot be compared as text, or None when it can."""
+    if label is None:
+        return "it has no label"
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        return f"the label must be text or a number, got {type(label).__name__}"
+    return None
+
+
+def numeric_label(label: Any) -> str | None:
+    """Why `label` cannot be compared as a number, or None when it can."""
+    problem = exact_label(label)
+    if problem is None and extract_number(str(label)) is None:
+        return f"there is no number in the label {label!r}"
+    return problem
+
+
 class ExactMatch:
     """1.0 when the answer equals the label as text, else 0.0.
 
@@ -38,8 +56,8 @@ class ExactMatch:
         self._tag = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL) if tag else None
 
     def __call__(self, task: Task, response: str) -> float:
-        if task.label is None:
-            raise InvalidFieldError("label", None, f"prompt {task.prompt_index} of {task.source!r} has no label")
+        if (problem := exact_label(task.label)) is not None:
+            raise InvalidFieldError("label", task.label, f"prompt {task.prompt_index} of {task.source!r}: {problem}")
         if self._tag is not None and (found := self._tag.findall(response)):
             response = found[-1]
         return float(self._normal(response) == self._normal(str(task.label)))
@@ -66,11 +84,10 @@ class NumericMatch:
         self._tolerance = Fraction(tolerance)
 
     def __call__(self, task: Task, response: str) -> float:
-        expected = extract_number(str(task.label)) if task.label is not None else None
-        if expected is None:
-            raise InvalidFieldError(
-                "label", task.label, f"prompt {task.prompt_index} of {task.source!r} needs a label with a number"
-            )
+        if (problem := numeric_label(task.label)) is not None:
+            raise InvalidFieldError("label", task.label, f"prompt {task.prompt_index} of {task.source!r}: {problem}")
+        expected = extract_number(str(task.label))
+        assert expected is not None  # the check above has looked for it
         given = extract_number(response)
         if given is None:
             return 0.0

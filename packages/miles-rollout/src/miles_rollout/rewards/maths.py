@@ -7,7 +7,7 @@ import sys
 
 from miles_contracts import InvalidFieldError, Task
 from miles_rollout.rewards.child import ChildPool
-from miles_rollout.rewards.matching import extract_number, is_plain_number, last_boxed
+from miles_rollout.rewards.matching import exact_label, extract_number, is_plain_number, last_boxed
 
 
 class MathMatch:
@@ -36,8 +36,8 @@ class MathMatch:
         self._pool = ChildPool(command, processes=processes, timeout_s=timeout_s)
 
     async def __call__(self, task: Task, response: str) -> float:
-        if task.label is None:
-            raise InvalidFieldError("label", None, f"prompt {task.prompt_index} of {task.source!r} has no label")
+        if (problem := exact_label(task.label)) is not None:
+            raise InvalidFieldError("label", task.label, f"prompt {task.prompt_index} of {task.source!r}: {problem}")
         label = str(task.label)
         boxed = last_boxed(response)
         if is_plain_number(label) and is_plain_number(boxed if boxed is not None else response):

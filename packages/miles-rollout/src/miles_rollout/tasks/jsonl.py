@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from miles_contracts import InvalidFieldError, Message, MilesError, Task
 from miles_rollout.tasks.stream import TaskStream
 
 _SHOWN = 20
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+LabelCheck = Callable[[Any], str | None]
+"""Why a label cannot be used (None: absent), or None when it can."""
 
 
 class TaskFileError(MilesError, ValueError):
@@ -38,7 +44,7 @@ class _Item(msgspec.Struct, frozen=True):
 
 
 class JsonlTasks(TaskStream):
-    """One JSON object a line: `prompt` (text or chat messages), optional `label` and `metadata`.
+    """One JSON object a line: `prompt` (text or chat messages), optional `label` and `metadata`, nothing else.
 
     Blank lines are skipped. The file is read and checked completely at construction.
 
@@ -51,6 +57,7 @@ class JsonlTasks(TaskStream):
         metadata_key: field with a JSON object of extras.
         system_prompt: a system message put before prompts that do not start with one.
         skip: leave out the first `skip` items.
+        check_label: what the reward asks of the labels of the items that are used.
         limit: use at most `limit` items of the rest, so that one file can hold training and held-out tasks.
 
     Raises:
@@ -70,6 +77,7 @@ class JsonlTasks(TaskStream):
         system_prompt: str | None = None,
         skip: int = 0,
         limit: int | None = None,
+        check_label: LabelCheck | None = None,
     ) -> None:
         self._path = Path(path)
         self._keys = (prompt_key, label_key, metadata_key)
@@ -79,28 +87,34 @@ class JsonlTasks(TaskStream):
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise InvalidFieldError("task file", str(self._path), f"cannot be read: {reason}") from error
-        self._items = self._parse(data)
         if skip < 0 or (limit is not None and limit < 1):
             raise InvalidFieldError("skip, limit", (skip, limit), "need skip >= 0 and limit >= 1")
+        used = slice(skip, None if limit is None else skip + limit)
+        self._items = self._parse(data, used, check_label)
         found = len(self._items)
-        self._items = self._items[skip:] if limit is None else self._items[skip : skip + limit]
+        self._items = self._items[used]
         if not self._items:
             raise InvalidFieldError("task file", str(self._path), f"no tasks left of {found} after skipping {skip}")
         self._digest = hashlib.blake2b(msgspec.json.encode(self._items), digest_size=16).hexdigest()
         super().__init__(size=len(self._items), seed=seed, shuffle=shuffle)
 
-    def _parse(self, data: bytes) -> list[_Item]:
+    def _parse(self, data: bytes, used: slice, check_label: LabelCheck | None) -> list[_Item]:
         items: list[_Item] = []
+        numbers: list[int] = []
         problems: list[tuple[int, str]] = []
         for number, line in enumerate(data.split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
                 items.append(self._item(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
+                numbers.append(number)
             except (ValueError, msgspec.MsgspecError) as error:
                 problems.append((number, str(error)))
+        if check_label is not None:
+            checked = zip(numbers[used], (check_label(item.label) for item in items[used]), strict=True)
+            problems += [(number, problem) for number, problem in checked if problem is not None]
         if problems:
-            raise TaskFileError(self._path, problems)
+            raise TaskFileError(self._path, sorted(problems))
         return items
 
     def _item(self, line: bytes) -> _Item:
@@ -115,6 +129,12 @@ class JsonlTasks(TaskStream):
             raise ValueError(f"expected a JSON object, got {type(record).__name__}")
         if prompt_key not in record:
             raise ValueError(f"no field {prompt_key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        for key in record:
+            if key not in self._keys:
+                near = get_close_matches(key, self._keys, n=1, cutoff=0.6)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                known = ", ".join(self._keys)
+                raise ValueError(f"unknown field {key!r}; {hint}known are {known}; extras go into {metadata_key!r}")
         metadata = record.get(metadata_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ValueError(f"{metadata_key!r} must be an object, got {type(metadata).__name__}")
@@ -141,7 +161,7 @@ def parse_prompt(prompt: Any) -> tuple[Message, ...]:
     """Chat messages from text (one user message) or from a list of OpenAI message objects.
 
     Raises:
-        ValueError: neither, or an empty one.
+        ValueError: neither, an empty one, or a role that no chat format has.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -152,6 +172,10 @@ def parse_prompt(prompt: Any) -> tuple[Message, ...]:
     if not prompt:
         raise ValueError("the prompt has no messages")
     try:
-        return tuple(msgspec.convert(prompt, list[Message]))
+        messages = tuple(msgspec.convert(prompt, list[Message]))
     except msgspec.ValidationError as error:
         raise ValueError(f"bad message: {error}") from error
+    for index, message in enumerate(messages):
+        if message.role not in _ROLES:
+            raise ValueError(f"unknown role {message.role!r} in message {index}; use one of {', '.join(_ROLES)}")
+    return messages
