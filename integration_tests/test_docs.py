@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").glob("*.md"))
+REASON = re.compile(r'(?:\b\w*RunError|super\(\).__init__)\(\s*"([a-z_]+)"')
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,3 +39,11 @@ def test_the_configuration_reference_is_up_to_date() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert all(f" {Path(page).name}" in navigation for page in PAGES)
+
+
+def test_every_reason_of_a_runs_end_is_explained() -> None:
+    source = "\n".join(p.read_text("utf-8") for p in (ROOT / "packages/miles-loop/src").rglob("*.py"))
+    reasons = {*REASON.findall(source), "driver_gone", "rollout_died", "invalid_field", "prompt_too_long", "non_finite"}
+    assert {"process_died", "disk_full", "interrupted", "no_room", "engines_gone"} <= reasons
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
