@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ AT_ONCE = {
     "last port for two": (("--engine.port", "65535", "--engine.replicas", "2"), "engine.port: got '65535'"),
     "unknown data type": (("--engine.dtype", "float31"), "engine.dtype: got 'float31'"),
     "group of one": (("--rollout.group_size", "1", "--rollout.filter", "none"), "grpo compares the answers of a group"),
+    "misspelt family": (
+        ("--task", "reasoning_gym:chain_sumx"),
+        "task.dataset: got 'chain_sumx'; did you mean chain_sum",
+    ),
+    "unknown task": (("--task", "nosuch"), "use one of vowels, sums, or FILE.jsonl, or reasoning_gym:NAME"),
+    "missing evaluation program": (
+        ("--evaluation.mode", "external", "--evaluation.command", "no-such-program,{checkpoint}"),
+        "evaluation.command: got 'no-such-program'; there is no such program here",
+    ),
     "missing prompts, shown only": (("--task", "nowhere.jsonl", "--dry-run"), "cannot be read"),
 }
 
@@ -52,6 +62,21 @@ def test_a_command_line_is_refused(
     assert main(["train", *options]) == 2
     assert expected in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_on_the_path_or_in_the_snapshot_may_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    for program in ("sh", "{checkpoint}/measure"):
+        command = f"{program},{{checkpoint}}"
+        assert main(["train", "--dry-run", "--evaluation.mode", "external", "--evaluation.command", command]) == 0
+        assert 'mode = "external"' in capsys.readouterr().out
+
+
+def test_without_reasoning_gym_its_families_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    assert main(["train", "--task", "sums", "--dry-run"]) == 2
+    assert "task.source: got 'reasoning_gym'; reasoning-gym tasks need the extra" in capsys.readouterr().err
 
 
 def test_a_group_of_one_is_fine_without_comparison(capsys: pytest.CaptureFixture[str]) -> None:
