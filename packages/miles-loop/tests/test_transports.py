@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from miles_contracts import (
     WeightManifest,
     WeightUpdateError,
 )
+from miles_loop.senders import make_sender
 from miles_loop.sglang_weights import PARTIAL
+from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import (
     PEER_GROUP,
     BroadcastTransport,
@@ -32,6 +35,11 @@ from miles_sync.messages import BroadcastBucket, GroupOffer, PeerBucket, Written
 
 SPECS = tuple(TensorSpec(name=n, dtype="float32", shape=(2,), digest=f"xxh3_128:{n}") for n in "ab")
 MANIFEST = WeightManifest(version=7, tensors=SPECS)
+
+
+def test_a_missing_shared_memory_folder_is_named_as_the_option(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFieldError, match=r"sync\.directory: got '.*nowhere'; give an existing folder"):
+        make_sender(SenderSettings(transport="local", directory=str(tmp_path / "nowhere")))
 
 
 class Client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from miles_contracts import Group, InvalidFieldError, MilesError, SamplingTransform, Status, Trajectory
 from miles_trainer import NonFiniteError, Trainer, TrainerConfig
+from miles_trainer.errors import NonFiniteReport
 
 Folder = Callable[..., Path]
 Make = Callable[..., Trajectory]
@@ -245,6 +247,30 @@ def test_refusals(model_folder: Folder, make_trajectory: Make, make_groups: Grou
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(InvalidFieldError, match="transformers cannot load it"):
         build(tmp_path)
+
+
+def test_a_truncated_weights_file_is_named(model_folder: Folder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidFieldError, match=r"model_path: got '.*model\.safetensors'; .*truncated or damaged"):
+        build(folder)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device: str, model_folder: Folder) -> None:
+    with pytest.raises(InvalidFieldError, match=f"trainer.device: got '{device}'; use auto or cpu; torch says"):
+        build(model_folder("llama"), device=device)
+
+
+def test_a_report_shows_the_first_names_and_counts_the_rest() -> None:
+    names = tuple(f"layers.{i}.weight" for i in range(20))
+    report = NonFiniteReport(what="gradient", count=9, value="nan", parameters=names, candidates=("a", "b", "c"))
+    assert str(report) == (
+        "9 non-finite gradient value(s), the first is nan in layers.0.weight, layers.1.weight, layers.2.weight "
+        "and 17 more; trajectories of the step: a, b, c"
+    )
 
 
 def test_truncated_sampling_warns_once(

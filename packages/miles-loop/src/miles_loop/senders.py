@@ -50,7 +50,12 @@ def make_sender(settings: SenderSettings) -> WeightSender:
     maker = makers.get(settings.transport)
     if maker is None:
         raise InvalidFieldError("sync.transport", settings.transport, f"use one of {', '.join(makers)}")
-    return maker(settings)
+    try:
+        return maker(settings)
+    except InvalidFieldError as error:
+        if error.field != "directory":
+            raise
+        raise InvalidFieldError("sync.directory", error.value, error.remedy) from error  # as the user knows it
 
 
 class _Local(LocalSender):

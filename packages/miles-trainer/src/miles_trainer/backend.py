@@ -40,13 +40,15 @@ class TorchBackend:
         model_path: Hugging Face folder of the policy.
         config: the trainer's configuration.
         seed: of torch's generators.
+
+    Raises:
+        InvalidFieldError: a device that is not there, or a model folder that cannot be loaded.
     """
 
     def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
         self.config = config
         self.model_path = model_path
-        name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(name)
+        self.device = _device(config.device)
         torch.manual_seed(seed)
         self.version = 0
         self.timings: dict[str, float] = {}
@@ -162,7 +164,7 @@ class TorchBackend:
                     count=report.count,
                     value=report.value,
                     parameters=report.parameters,
-                    candidates=tuple(names[:20]),
+                    candidates=tuple(names),
                 )
             ) from None
 
@@ -305,6 +307,19 @@ def _checkpoint_activations(model: Any) -> None:
     # renamed in transformers 5.2x; the first positional argument is the same
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def _device(name: str) -> torch.device:
+    """The device of this name; `auto` is cuda when there is one, else cpu."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # unknown, not built in, or not there
+        reason = str(error).partition("\n")[0]
+        raise InvalidFieldError("trainer.device", name, f"use auto or cpu; torch says: {reason}") from error
+    return device
 
 
 def _require_finite(what: str, values: Tensor, micro: MicroBatch) -> None:

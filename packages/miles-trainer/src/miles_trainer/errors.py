@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_contracts import MilesError, TrajectoryIdentity
+
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,8 @@ class NonFiniteReport:
         value: the first of them, as text (`nan`, `inf`, `-inf`).
         identity: trajectory of that value, None for a gradient.
         token: index into the trajectory's `token_ids`, None for a gradient.
-        parameters: canonical names of parameters with a non-finite gradient (the first 20).
-        candidates: for a gradient, the trajectories that were in the step (the first 20), as text.
+        parameters: canonical names of all parameters with a non-finite gradient.
+        candidates: for a gradient, the trajectories that were in the step, as text.
     """
 
     what: str
@@ -34,9 +37,9 @@ class NonFiniteReport:
         if self.identity is not None:
             text += f" at {describe(self.identity)}, token {self.token}"
         if self.parameters:
-            text += f" in {', '.join(self.parameters)}"
+            text += f" in {_first(self.parameters)}"
         if self.candidates:
-            text += f"; trajectories of the step: {', '.join(self.candidates)}"
+            text += f"; trajectories of the step: {_first(self.candidates)}"
         return text
 
 
@@ -54,6 +57,12 @@ class NonFiniteError(MilesError, ArithmeticError):
 
 class CheckpointError(MilesError):
     """A checkpoint is incomplete, corrupted or belongs to another model; nothing was loaded."""
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first few names and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def describe(identity: TrajectoryIdentity) -> str:

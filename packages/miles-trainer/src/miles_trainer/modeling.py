@@ -38,9 +38,10 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     """Load the causal LM in `path` (a local folder; nothing is downloaded), dropout off.
 
     Raises:
-        InvalidFieldError: no such folder, no configuration or no weights in it, or an architecture
-            transformers does not know as a causal LM.
+        InvalidFieldError: no such folder, no configuration or no weights in it, a damaged weights file, or an
+            architecture transformers does not know as a causal LM.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file():
@@ -52,6 +53,11 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
             )
+    except SafetensorError as error:
+        broken = _broken_file(path)
+        where = "a weights file" if broken is None else broken.name
+        remedy = f"{where} is truncated or damaged; download or copy it again ({error})"
+        raise InvalidFieldError("model_path", str(path if broken is None else broken), remedy) from error
     except (OSError, ValueError, KeyError) as error:
         raise InvalidFieldError("model_path", str(path), f"transformers cannot load it: {error}") from error
     _disable_randomness(model)
@@ -59,6 +65,19 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
         # grouped matrix products know no float64
         model.set_experts_implementation("eager")
     return model.to(device)
+
+
+def _broken_file(folder: Path) -> Path | None:
+    """The first weights file whose header cannot be read or does not fit its length."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file
+    return None
 
 
 def find_experts(model: nn.Module) -> bool:

@@ -146,4 +146,4 @@ def _report(gradients: Mapping[str, Tensor], norm: float) -> NonFiniteReport:
     first = next(iter(bad.values()))
     value = first[~torch.isfinite(first)][0]
     count = sum(int((~torch.isfinite(g)).sum()) for g in bad.values())
-    return NonFiniteReport(what="gradient", count=count, value=str(float(value)), parameters=tuple(bad)[:20])
+    return NonFiniteReport(what="gradient", count=count, value=str(float(value)), parameters=tuple(bad))
