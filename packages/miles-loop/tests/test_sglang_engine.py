@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_toy.recipe import RECIPE
+from loop_toy.recipe import RECIPE, main
 
 from miles_contracts import EngineUnavailableError, InvalidFieldError
 from miles_loop.arguments import config_for, parse
 from miles_loop.command import TRAIN_FLAGS
 from miles_loop.config import EngineConfig, RunConfig, TransportKind
-from miles_loop.runtime import engine_spec
+from miles_loop.runtime import engine_spec, require_runtime
+from miles_loop.sglang_engine import require_sglang
 from miles_loop.transports import BroadcastTransport, NotConnectedError
 from miles_rollout.engine_identity import EngineIdentity, EngineKind
 from miles_rollout.sglang_launch import SglangOptions
@@ -118,3 +121,51 @@ async def test_an_sglang_that_dies_before_an_update_costs_itself_not_the_run() -
     with pytest.raises(NotConnectedError, match="connection refused") as caught:
         await transport.connect([Gone()])  # type: ignore[list-item]
     assert caught.value.engine == "http://gone"
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path):
+    """`interpreter(status)`: a program in an interpreter's place that ends with this status."""
+
+    def write(status: int) -> str:
+        path = tmp_path / f"python{status}"
+        path.write_text(f"#!/bin/sh\nexit {status}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write
+
+
+def sglang_run(python: str, *options: str) -> RunConfig:
+    words = ("--rollout.engine", "sglang", "--engine.python", python, *options)
+    return config_for(RECIPE, parse(words, TRAIN_FLAGS))
+
+
+def test_an_interpreter_without_sglang_is_refused_before_anything_starts(
+    interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("train", "--rollout.engine", "sglang", "--engine.python")
+    assert main([*options, "/no/such/python"]) == 2
+    assert "engine.python: got '/no/such/python'; cannot be run: No such file" in capsys.readouterr().err
+    python = interpreter(3)
+    assert main([*options, python]) == 2
+    assert f"engine.python: got '{python}'; SGLang is not installed there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [Path(python)]
+
+
+def test_this_interpreter_is_asked_with_the_engines_environment(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    require_sglang(settings(environment={"PYTHONPATH": str(tmp_path)}))
+    if importlib.util.find_spec("sglang") is None:
+        with pytest.raises(InvalidFieldError, match=f"engine.python: got '{sys.executable}'; SGLang is not installed"):
+            require_sglang(settings())
+
+
+def test_sglang_is_not_asked_for_where_it_is_not_started(interpreter) -> None:
+    python = interpreter(3)
+    require_runtime(sglang_run(python, "--engine.urls", "http://a:1"))
+    with pytest.raises(InvalidFieldError, match=r"engine\.python"):
+        require_runtime(sglang_run(python))
+    require_runtime(sglang_run(interpreter(1)))  # it failed in another way: its start will say how

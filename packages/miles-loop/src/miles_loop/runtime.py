@@ -26,7 +26,7 @@ from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.models import num_experts, num_layers
 from miles_loop.processes import ChildProcess, Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
-from miles_loop.sglang_engine import sglang_spec
+from miles_loop.sglang_engine import require_sglang, sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.engine_client import Deadlines, EngineClient
@@ -78,13 +78,16 @@ def start_message(config: RunConfig, model: Path, checkpoint: Path | None) -> li
 
 
 def require_runtime(config: RunConfig) -> None:
-    """Refuse a runtime that is not installed.
+    """Refuse a runtime, or an engine on this machine, that is not installed.
 
     Raises:
         InvalidFieldError: with what to install.
     """
     if config.runtime.kind is RuntimeKind.RAY and importlib.util.find_spec("ray") is None:
         raise InvalidFieldError("runtime.kind", "ray", "Ray is not installed: pip install 'miles-loop[ray]'")
+    here = config.runtime.kind is RuntimeKind.LOCAL and not config.engine.urls
+    if here and config.engine.kind is EngineKind.SGLANG:
+        require_sglang(config.engine)
 
 
 def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None]) -> Host:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from miles_contracts import InvalidFieldError
@@ -39,6 +42,40 @@ def sglang_spec(config: EngineConfig, index: int, port: int, model: Path) -> Pro
         environment={"HF_HUB_OFFLINE": "1", **sglang_environment(options), **config.environment},
         python=config.python,
     )
+
+
+_ASK = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('sglang') is None else 0)"
+_ABSENT = 3
+_ASK_S = 60.0
+
+
+def require_sglang(config: EngineConfig) -> None:
+    """Refuse an interpreter that cannot be run or has no SGLang; what else may be wrong shows when it is started.
+
+    Raises:
+        InvalidFieldError: with what to install or to set.
+    """
+    python = config.python or sys.executable
+    try:
+        asked = subprocess.run(
+            [python, "-c", _ASK],
+            env={**os.environ, **config.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_ASK_S,
+        )
+    except OSError as error:
+        remedy = f"cannot be run: {error.strerror}; name the Python interpreter that has SGLang"
+        raise InvalidFieldError("engine.python", python, remedy) from error
+    except subprocess.TimeoutExpired:
+        return  # a slow machine says nothing about what is installed
+    if asked.returncode == _ABSENT:
+        remedy = (
+            "SGLang is not installed there; give the interpreter of an environment that has it, for example "
+            "--engine.python /opt/sglang/bin/python, or: pip install sglang (best in an environment of its own)"
+        )
+        raise InvalidFieldError("engine.python", python, remedy)
 
 
 def check_model(model: Path) -> None:
