@@ -341,6 +341,25 @@ async def test_engines_of_others_cannot_be_brought_back(scenes: list[Scene]) -> 
     assert caught.value.reason == "engines_gone"
 
 
+@pytest.mark.parametrize(("processes", "said"), [(False, "is it running?"), (True, "see engine.log")])
+async def test_an_engine_that_does_not_answer_yet_is_named(
+    scenes: list[Scene], monkeypatch: pytest.MonkeyPatch, processes: bool, said: str
+) -> None:
+    monkeypatch.setattr("miles_loop.fleet.ATTACHED_LATE_S", 0.01)
+    monkeypatch.setattr("miles_loop.fleet.PROCESS_LATE_S", 0.01)
+    scene = Scene(1, processes=processes)
+    scenes.append(scene)
+    scene.engines[0].dead = True
+    waiting = asyncio.create_task(scene.fleet.wait_ready())
+    await until(lambda: scene.events)
+    assert "http://e0" in scene.events[0]
+    assert said in scene.events[0]
+    assert "(engine.start_timeout_s)" in scene.events[0]
+    scene.engines[0].dead = False
+    await waiting
+    assert len(scene.events) == 1
+
+
 async def test_an_engine_that_ends_before_it_answers_is_named(scenes: list[Scene]) -> None:
     scene = Scene(1)
     scenes.append(scene)
