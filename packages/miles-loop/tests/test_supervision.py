@@ -32,6 +32,7 @@ def test_an_engine_that_hangs_is_killed_and_comes_back(fast: Command, tmp_path: 
     log = run / "logs" / "driver.log"
     wait_for(lambda: "serves again, version" in log.read_text())
     assert "has not answered for 1 s" in log.read_text()
+    assert "was killed by the run: it hung, without an answer for 1 s" in log.read_text()
     seen = len(records(run))
     wait_for_records(process, run, seen + 2)
     process.send_signal(signal.SIGINT)
