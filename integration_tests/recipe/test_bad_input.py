@@ -29,6 +29,7 @@ GOOD = '{"prompt": "sort ba", "label": "ab"}\n'
         (("--task", "sor"), ("sor", "sort")),
         (("--task", "missing.jsonl"), ("missing.jsonl", "cannot be read")),
         (("--task.dataset", "basic_arithmetics", "--task.reward", "verifier"), ("basic_arithmetic",)),
+        (("--task", "reasoning_gym:chain_sumx"), ("task.dataset: got 'chain_sumx'; did you mean chain_sum",)),
         (("--task.reward", "exactt"), ("task.reward", "exact")),
         (("--task.reward", "no_such_module:score"), ("reward", "no_such_module")),
         (("--model", "no/such/folder"), ("model", "no/such/folder", "tiny")),

@@ -40,10 +40,6 @@ AT_ONCE = {
     "last port for two": (("--engine.port", "65535", "--engine.replicas", "2"), "engine.port: got '65535'"),
     "unknown data type": (("--engine.dtype", "float31"), "engine.dtype: got 'float31'"),
     "group of one": (("--rollout.group_size", "1", "--rollout.filter", "none"), "grpo compares the answers of a group"),
-    "misspelt family": (
-        ("--task", "reasoning_gym:chain_sumx"),
-        "task.dataset: got 'chain_sumx'; did you mean chain_sum",
-    ),
     "unknown task": (("--task", "nosuch"), "use one of vowels, sums, or FILE.jsonl, or reasoning_gym:NAME"),
     "missing evaluation program": (
         ("--evaluation.mode", "external", "--evaluation.command", "no-such-program,{checkpoint}"),
