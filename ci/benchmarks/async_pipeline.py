@@ -188,9 +188,9 @@ async def measure(settings: Settings, process: EngineProcess, folder: Path) -> d
         await client.close()
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(doc: str | None) -> tuple[Settings, Path | None]:
+    """Settings of the workload and the file for results, from the command line."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=23)
     parser.add_argument("--train-s", type=float, default=0.4)
     parser.add_argument("--scale-s", type=float, default=0.25, help="shortest delay of an environment")
@@ -199,16 +199,14 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=64, help="trajectories in flight at most")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    settings = Settings(
-        steps=given.steps,
-        train_s=given.train_s,
-        scale_s=given.scale_s,
-        alpha=given.alpha,
-        tail=given.tail,
-        in_flight=given.in_flight,
-        new_tokens=given.new_tokens,
-    )
+    given = vars(parser.parse_args())
+    target: Path | None = given.pop("json")
+    return Settings(**given), target
+
+
+def main() -> None:
+    """Command line."""
+    settings, target = parse(__doc__)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
@@ -217,8 +215,8 @@ def main() -> None:
             result = asyncio.run(measure(settings, process, folder))
         finally:
             process.end()
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=2) + "\n")
+    if target is not None:
+        target.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ does: it also differs by the luck of the few steps that are measured.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -24,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from async_pipeline import BATCH, DEEP, GROUP, WARM, Result, Settings, run, training_alone
+from async_pipeline import BATCH, DEEP, GROUP, WARM, Result, Settings, parse, run, training_alone
 from async_workload import EngineProcess, pareto_delay, save_model
 
 from miles_contracts import SamplingParams
@@ -179,23 +178,13 @@ async def measure(folder: Path, process: EngineProcess, settings: Settings) -> d
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=23)
-    parser.add_argument("--train-s", type=float, default=0.4)
-    parser.add_argument("--scale-s", type=float, default=0.25, help="shortest delay of an environment")
-    parser.add_argument("--alpha", type=float, default=1.5)
-    parser.add_argument("--tail", type=float, default=20.0)
-    parser.add_argument("--in-flight", type=int, default=64, help="trajectories in flight at most")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--json", type=Path)
-    given = vars(parser.parse_args())
-    target: Path | None = given.pop("json")
+    settings, target = parse(__doc__)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
         process = EngineProcess(folder)
         try:
-            result = asyncio.run(measure(folder, process, Settings(**given)))
+            result = asyncio.run(measure(folder, process, settings))
         finally:
             process.end()
     if target is not None:
