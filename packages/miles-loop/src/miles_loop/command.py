@@ -196,7 +196,7 @@ def _run(recipe: Recipe, config: RunConfig, folder: Any, state: Any, *, plain: b
             failure: BaseException | None = None
         except MilesError as error:
             failure = error
-        except Exception as error:
+        except Exception as error:  # process main: told, logged, and an exit status
             logging.getLogger(__name__).exception("the driver failed")
             traceback.print_exc()
             failure = error

@@ -94,7 +94,7 @@ class RunSession:
         except MilesError as error:
             self._end(RunStatus.FAILED, reason_of(error), str(error))
             raise
-        except BaseException as error:
+        except BaseException as error:  # recorded in the run's status, then raised on
             self._end(RunStatus.FAILED, "bug", f"{type(error).__name__}: {error}")
             raise
         finally:

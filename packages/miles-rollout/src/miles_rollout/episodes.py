@@ -127,7 +127,7 @@ class EpisodeRunner:
                 made = await self._generate(task, member, attempt)
             _check_episode(made, task, member)
             return made
-        except Exception as error:
+        except Exception as error:  # task supervisor: what an episode raises fails its trajectory
             if self._config.on_error is ErrorPolicy.FATAL:
                 raise
             if isinstance(error, TimeoutError) and timeout.expired():
@@ -145,7 +145,7 @@ class EpisodeRunner:
                 rewards = list(await result if inspect.isawaitable(result) else result)
             if len(rewards) != len(group.trajectories):
                 raise ValueError(f"{len(rewards)} rewards for {len(group.trajectories)} trajectories")
-        except Exception as error:
+        except Exception as error:  # task supervisor: a foreign group reward fails its group
             if self._config.on_error is ErrorPolicy.FATAL:
                 raise
             self._counts.errors["group_reward"] += 1

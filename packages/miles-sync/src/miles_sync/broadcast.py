@@ -171,7 +171,7 @@ class BroadcastSender:
             return
         try:
             future.result()
-        except Exception as error:
+        except Exception as error:  # what the sending thread raised, handed on with a name
             raise WeightUpdateError(f"the broadcast of a bucket failed: {error}") from error
         self._sending[slot] = None
 

@@ -153,7 +153,7 @@ class Vocabulary:
 def _load(definition: dict[str, Any]) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(json.dumps(definition))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise InvalidFieldError("tokenizer.json", str(error), "must be readable by the tokenizers package") from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -123,7 +123,7 @@ class NixlWriter:
                 time.sleep(0.0002)
                 state = self._agent.check_xfer_state(request)
             self._agent.release_xfer_handle(request)
-        except Exception as error:
+        except Exception as error:  # whatever the binding raises is a failed write
             raise WeightUpdateError(f"nixl could not write to {name}: {error}") from error
         finally:
             self._agent.deregister_memory(registered)
