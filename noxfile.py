@@ -33,6 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def _wheels_from(dist: Path) -> list[str]:
+    """What makes `uv pip install` take the workspace's wheels from there."""
+    # naming folders on the command line hides those of the environment, so name these too
+    links = [str(dist), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    words = [word for link in links for word in ("--find-links", link)]
+    # uv's cache knows a wheel by name and version, which a rebuilt one has kept
+    return words + [word for name in WHEELS for word in ("--refresh-package", name)]
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, import floors, declared dependencies and pins."""
@@ -61,13 +70,7 @@ def wheels(session: nox.Session, package: str) -> None:
     pins = venv.with_suffix(".pins")
     session.run("uv", "venv", "-q", "--clear", "--python", PYTHON, str(venv), external=True)
     pins.write_text(session.run(PYTHON, "ci/pins.py", "list", external=True, silent=True))
-    # naming folders on the command line hides those of the environment, so name these too
-    links = [str(dist), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
-    install = ["uv", "pip", "install", "-q", "--python", python, "--no-sources", "-c", str(pins)]
-    for link in links:
-        install += ["--find-links", link]
-    for name in WHEELS:  # uv's cache knows a wheel by name and version, which a rebuilt one has kept
-        install += ["--refresh-package", name]
+    install = ["uv", "pip", "install", "-q", "--python", python, "--no-sources", "-c", str(pins), *_wheels_from(dist)]
     session.run(*install, package, external=True)
     folder = next(p.parent for p in ROOT.glob("*/*/pyproject.toml") if f'name = "{package}"' in p.read_text())
     session.run(python, str(ROOT / "ci" / "import_all.py"), package.replace("-", "_"), external=True)
@@ -110,26 +113,26 @@ def sglang(session: nox.Session) -> None:
     session.run(PYTHON, "-m", "pytest", "-m", "sglang", "integration_tests", *session.posargs, external=True)
 
 
-ENVIRONMENTS = {"verifiers": "verifiers>=0.4,<0.5", "openenv": "openenv-core>=0.3,<0.4"}
-"""Libraries of environments that do not fit into the workspace's own environment, by the name of their adapter."""
-
-
 @nox.session
-@nox.parametrize("library", list(ENVIRONMENTS))
+@nox.parametrize("library", ["verifiers", "openenv"])
 def environments(session: nox.Session, library: str) -> None:
-    """Install a library of environments beside miles-rollout alone, and run its adapter's tests for real."""
+    """Install miles-rollout's wheel with a library of environments as a user does, and run its adapter's tests."""
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in ("miles-contracts", "miles-rollout"):
+        build = ("uv", "build", "-q", "--package", name, "--wheel", "--no-sources", "-o", str(dist))
+        session.run(*build, external=True)
     venv = ROOT / ".nox" / f"environments-{library}"
     python = str(venv / "bin" / "python")
-    if not venv.exists():
-        session.run("uv", "venv", "-q", "--python", PYTHON, str(venv), external=True)
-    ours = [word for name in ("contracts", "rollout") for word in ("-e", str(ROOT / "packages" / f"miles-{name}"))]
-    install = ("uv", "pip", "install", "-q", "--python", python)
+    session.run("uv", "venv", "-q", "--clear", "--python", PYTHON, str(venv), external=True)
     # The workspace's pins, which these libraries contradict, are configuration.
-    session.run(*install, "--no-config", "--no-sources", *ours, ENVIRONMENTS[library], *TEST_TOOLS, external=True)
+    install = ["uv", "pip", "install", "-q", "--python", python, "--no-config", *_wheels_from(dist)]
+    session.run(*install, f"miles-rollout[{library}]", *TEST_TOOLS, external=True)
     test = ROOT / "packages" / "miles-rollout" / "tests" / "environments" / f"test_{library}.py"
-    session.run(
-        python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(test), *session.posargs, external=True
-    )
+    with session.chdir(session.create_tmp()):  # where nothing but the wheel can be imported
+        session.run(
+            python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(test), *session.posargs, external=True
+        )
 
 
 @nox.session

@@ -175,6 +175,6 @@ def _library() -> tuple[Any, tuple[type[BaseException], ...]]:
         client = importlib.import_module("openenv.core.generic_client").GenericEnvClient
         broken = importlib.import_module("websockets.exceptions").WebSocketException
     except ImportError as error:
-        raise ImportError("OpenEnv environments need that package: pip install 'openenv-core>=0.3,<0.4'") from error
+        raise ImportError("OpenEnv environments need that package: pip install 'miles-rollout[openenv]'") from error
     # The client raises RuntimeError for what the server reports.
     return client, (ConnectionError, RuntimeError, TimeoutError, OSError, ValueError, broken)

@@ -135,7 +135,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
-        raise ImportError("verifiers environments need that package: pip install 'verifiers>=0.4,<0.5'") from error
+        raise ImportError("verifiers environments need that package: pip install 'miles-rollout[verifiers]'") from error
 
 
 def _key_variable(metadata: Mapping[str, Any]) -> str:
