@@ -271,7 +271,7 @@ class Driver:
     def _fleet_metrics(self) -> dict[str, float]:
         fleet = self._parts.fleet
         restarts, self._restarts_seen = fleet.restarts - self._restarts_seen, fleet.restarts
-        return fleet.router.take_metrics() | {"router/engine_restarts": float(restarts)}
+        return fleet.routing.take_metrics() | {"router/engine_restarts": float(restarts)}
 
     def _write(self, step: int, record: dict[str, float], groups: list[Group]) -> None:
         if self._checkpoint_s is not None:

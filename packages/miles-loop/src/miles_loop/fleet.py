@@ -13,13 +13,14 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miles_contracts import DeadlineExceededError, Engine, InvalidFieldError, PauseMode, WeightUpdateError
-from miles_loop.audit import EngineRecords, RecordingEngine
+from miles_contracts import DeadlineExceededError, InvalidFieldError, PauseMode, WeightUpdateError
+from miles_loop.audit import EngineRecords
 from miles_loop.errors import RunError
 from miles_loop.gateway import Gateway
 from miles_loop.late import ATTACHED_LATE_S, PROCESS_LATE_S, said_when_late
-from miles_loop.lockstep import Lockstep, LockstepEngine
+from miles_loop.lockstep import Lockstep
 from miles_loop.processes import Process
+from miles_loop.routing import LocalRouting, Routing
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
@@ -33,11 +34,9 @@ _PROBE = (5, 6, 7, 8, 9, 10, 11)
 
 @dataclass(slots=True)
 class EngineSlot:
-    """One engine: its client, what training and evaluation see of it, and, when the run started it, its process."""
+    """One engine: its client and, when the run started it, its process."""
 
     client: EngineClient
-    recording: RecordingEngine
-    evaluation: Engine
     process: Process | None
     restarts_left: int
     up: bool = False
@@ -66,6 +65,7 @@ class Fleet:
         gateway: SGLang's router, through which turns go; None for Miles' own.
         hang_s: an engine that answers no health check for this long is out of service; its process is killed.
         lockstep: send requests in rounds, so that the run can be repeated bit for bit (see `miles_loop.lockstep`).
+        routing: routers elsewhere; None makes them here, of the five arguments that they need.
     """
 
     def __init__(
@@ -85,20 +85,9 @@ class Fleet:
         gateway: Gateway | None = None,
         hang_s: float = 120.0,
         lockstep: bool = False,
+        routing: Routing | None = None,
     ) -> None:
-        self.lockstep = Lockstep() if lockstep else None
-        """Rounds of training; whoever knows how many trajectories are in flight tells it."""
-        self._evaluation_lockstep = Lockstep() if lockstep else None
-        self._slots = [
-            EngineSlot(
-                client,
-                RecordingEngine(_in_step(client, self.lockstep), records),
-                _in_step(client, self._evaluation_lockstep),
-                process,
-                restarts,
-            )
-            for client, process in engines
-        ]
+        self._slots = [EngineSlot(client, process, restarts) for client, process in engines]
         self._source = source
         self._transport = transport or LocalTransport()
         self._canary = canary
@@ -115,21 +104,35 @@ class Fleet:
         self.weights_lock = asyncio.Lock()
         self.failed: asyncio.Future[RunError] = asyncio.get_running_loop().create_future()
         self._gateway = gateway
-        self.router: Router
-        """Routes training: every answer is recorded."""
-        self.evaluation_router: Router
-        """Routes evaluation: nothing is recorded."""
-        training, evaluation = [s.recording for s in self._slots], [s.evaluation for s in self._slots]
-        if gateway is None:
-            self.router = Router(training, config=self._router_config)
-            self.evaluation_router = Router(evaluation, config=self._router_config)
-        else:
-            made = gateway.routers(training, evaluation, records, self._router_config)
-            self.router, self.evaluation_router = made
+        self._local: LocalRouting | None = None
+        if routing is None:
+            clients = [slot.client for slot in self._slots]
+            self._local = LocalRouting(clients, records, self._router_config, gateway=gateway, lockstep=lockstep)
+        self.routing: Routing = routing or self._require_local()
+
+    def _require_local(self) -> LocalRouting:
+        assert self._local is not None, "the routers of this run are in its rollout workers"
+        return self._local
 
     @property
-    def _routers(self) -> tuple[Router, Router]:
-        return (self.router, self.evaluation_router)
+    def router(self) -> Router:
+        """Routes training, in this process: every answer is recorded."""
+        return self._require_local().router
+
+    @property
+    def evaluation_router(self) -> Router:
+        """Routes evaluation, in this process: nothing is recorded."""
+        return self._require_local().evaluation_router
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """Rounds of training in this process; whoever knows how many trajectories are in flight tells them."""
+        return None if self._local is None else self._local.lockstep
+
+    def fail(self, reason: RunError) -> None:
+        """The run cannot go on."""
+        if not self.failed.done():
+            self.failed.set_result(reason)
 
     async def wait_ready(self) -> None:
         """Wait until every engine answers, then watch their processes.
@@ -142,8 +145,7 @@ class Fleet:
         if self._gateway is not None:
             await self._gateway.wait_ready()
             self._watchers.append(asyncio.create_task(self._watch_gateway(self._gateway), name="watch-router"))
-        for router in self._routers:
-            await router.start()
+        await self.routing.start()
         for slot in self._slots:
             slot.up = True
             self._watchers.append(asyncio.create_task(self._watch_answers(slot), name=f"watch-answers-{slot.url}"))
@@ -206,8 +208,7 @@ class Fleet:
             if all(slot.process is None for slot in self._slots) and not any(slot.up for slot in self._slots):
                 raise RunError("engines_gone", "no engine could be updated, and none of them was started by this run")
         self.version, self._updated = version, True
-        for router in self._routers:
-            router.set_version(version)
+        self.routing.set_version(version)
         for slot in fenced:
             if slot.up:
                 await self._readmit(slot)
@@ -230,7 +231,7 @@ class Fleet:
     async def _transfer(self, targets: Sequence[EngineSlot], version: int, *, again: bool = False) -> UpdateReport:
         try:
             engines = await self._transport.connect([slot.client for slot in targets])
-            with self.router.updating(), self.evaluation_router.updating():
+            async with self.routing.updating():
                 return await update_weights(
                     engines,
                     self._source,
@@ -296,9 +297,7 @@ class Fleet:
 
     async def _watch_gateway(self, gateway: Gateway) -> None:
         """Without SGLang's router no turn gets anywhere: the run ends when it does not stay up."""
-        death = await gateway.watch()
-        if not self.failed.done():
-            self.failed.set_result(death)
+        self.fail(await gateway.watch())
 
     async def _watch_answers(self, slot: EngineSlot) -> None:
         """Notice an engine that runs and no longer answers; an engine of somebody else also when it is back."""
@@ -338,21 +337,17 @@ class Fleet:
 
     async def _readmit(self, slot: EngineSlot) -> None:
         """Let the routers use an engine that has the fleet's weights."""
-        self.router.add_engine(slot.recording)
-        self.evaluation_router.add_engine(slot.evaluation)
-        for router in self._routers:
-            await router.check_health()
+        await self.routing.readmit(slot.url, slot.client.address)
 
     def _quarantine(self, slot: EngineSlot, reason: str) -> None:
-        for router in self._routers:
-            router.quarantine(slot.url, reason)
+        self.routing.quarantine(slot.url, reason)
 
     def _give_up(self, slot: EngineSlot, death: RunError) -> None:
         """An engine has used up its restarts: the run goes on while another one serves."""
         if any(other.up for other in self._slots):
             self._on_event(f"engine {slot.url} is given up: {death}")
-        elif not self.failed.done():
-            self.failed.set_result(death)
+        else:
+            self.fail(death)
 
     async def close(self, stop_timeout_s: float) -> None:
         """End watchers, connections and processes."""
@@ -361,15 +356,11 @@ class Fleet:
         for watcher in self._watchers:
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
-        await asyncio.gather(*(router.close() for router in self._routers))
+        await self.routing.close()
         if self._gateway is not None:
             await self._gateway.close(stop_timeout_s)
         await asyncio.gather(*(slot.client.close() for slot in self._slots))
         await asyncio.gather(*(s.process.stop(stop_timeout_s) for s in self._slots if s.process is not None))
-
-
-def _in_step(client: EngineClient, lockstep: Lockstep | None) -> Engine:
-    return client if lockstep is None else LockstepEngine(client, lockstep)
 
 
 def choose_ports(host: str, first: int, count: int) -> list[int]:

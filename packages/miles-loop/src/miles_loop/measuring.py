@@ -155,7 +155,7 @@ async def open_measurement(
     fleet = runtime.fleet
 
     async def forget() -> None:
-        if fleet.lockstep is not None:
+        if fleet.routing.in_step:
             # A resumed run does not repeat this evaluation: it must leave nothing that the next batch could find.
             await fleet.flush()
 

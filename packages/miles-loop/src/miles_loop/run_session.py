@@ -190,7 +190,7 @@ class RunSession:
         from miles_loop.measuring import open_measurement
 
         async with (
-            assembly.rollout(runtime.fleet) as rollout,
+            assembly.rollout(runtime.fleet.router) as rollout,
             open_measurement(self._config, assembly, runtime, rollout.worker, self._folder, model) as measurement,
         ):
             if self._resumed is not None:
