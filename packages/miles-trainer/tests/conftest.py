@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
 
 from miles_contracts import (
     Group,
@@ -231,13 +233,13 @@ def random_groups(
     return groups
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_trajectory() -> Callable[..., Trajectory]:
     """`trajectory`, for tests that cannot import this file."""
     return trajectory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_groups() -> Callable[..., list[Group]]:
     """`random_groups`, for tests that cannot import this file."""
     return random_groups

@@ -1,4 +1,4 @@
-"""The single-process backend: a Hugging Face model and AdamW in this process, on CPU or one GPU."""
+"""The data-parallel backend: every rank holds the whole Hugging Face model and its AdamW, on CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from miles_trainer.loss import StepSums, micro_batch_loss
 from miles_trainer.modeling import PolicyModel, load_model
 from miles_trainer.objectives import Tokens
 from miles_trainer.optimizer import MasterAdamW
+from miles_trainer.ranks import OneRank, Ranks, fingerprint
 from miles_trainer.replay import Replayer, declared_experts, find_routers
 from miles_trainer.routing import RoutingStep
 from miles_trainer.schedule import factor
@@ -31,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """Implements `miles_contracts.TrainerBackend` in one process.
+    """Implements `miles_contracts.TrainerBackend` in one process, a group of its own or a rank of a larger one.
 
     What an update means (credit, weights, objective, packing) is decided by shared code; this class runs the
     forward and backward passes, the optimiser, and owns the tensors.
@@ -40,16 +41,20 @@ class TorchBackend:
         model_path: Hugging Face folder of the policy.
         config: the trainer's configuration.
         seed: of torch's generators.
+        ranks: the trainer group that this process belongs to; None for a group of one.
 
     Raises:
         InvalidFieldError: a device that is not there, or a model folder that cannot be loaded.
     """
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
+    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int, ranks: Ranks | None = None) -> None:
         self.config = config
         self.model_path = model_path
-        self.device = _device(config.device)
-        torch.manual_seed(seed)
+        self.ranks = OneRank() if ranks is None else ranks
+        self.device = _device(config.device, self.ranks)
+        self.ranks.use(self.device)
+        self._seed = seed
+        torch.manual_seed(seed)  # alike on all ranks: a model that is not complete on disk is completed at random
         self.version = 0
         self.timings: dict[str, float] = {}
         self._asleep = False
@@ -121,12 +126,17 @@ class TorchBackend:
         return self.config.optimizer.lr * factor(self.version, self.config.optimizer.schedule)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimiser update from a step's micro-batches; returns the step's metrics.
+        """One optimiser update of which `batch` is this rank's part; returns metrics of the whole step.
 
         Raises:
-            NonFiniteError: NaN or infinity in a log-prob, the loss or a gradient; nothing was changed.
+            NonFiniteError: NaN or infinity in a log-prob, the loss or a gradient; nothing was changed, on any rank.
+            RankFailedError: another rank failed for another reason; nothing was changed, on any rank.
+            RankLostError, RanksDivergedError: the group is of no more use.
         """
         self._require_awake()
+        ranks = self.ranks
+        ranks.restart_clock()
+        self._seed_rank()
         sums = StepSums.zero(self.device)
         self.optimizer.zero_grad()
         try:
@@ -134,29 +144,51 @@ class TorchBackend:
                 self.policy,
                 self.replayer,
                 batch,
+                ranks,
                 replay=self.replaying,
                 aux_coefficient=self.config.replay.aux_loss_coefficient,
             )
-            for micro in batch.micro_batches:
-                with routing.replayed(micro) as use:
-                    loss = self._loss(micro, sums)
-                    aux = routing.add(use)
-                    # inside the block: a recomputation in the backward pass replays too
-                    (loss if aux is None else loss + aux).backward()  # type: ignore[no-untyped-call]
+            with ranks.alone("its part of the step"):
+                self._accumulate(batch, routing, sums)
+            ranks.sum_gradients(self.optimizer.masters)
             lr = self.learning_rate()
             norm = self._update(lr, batch)
         finally:
             self.optimizer.zero_grad()
+        if ranks.size > 1:
+            ranks.compare(fingerprint(list(self.policy.model.parameters())), "the weights")
         self.version += 1
+        routing.finish()
+        micro_batches = ranks.total(torch.tensor(len(batch.micro_batches)))
         self.timings = {"replay_s": routing.seconds} if self.replaying else {}
-        metrics = sums.metrics(batch.num_trained, self.config.objective)
-        return {**metrics, **routing.metrics(), "grad_norm": norm, "lr": lr}
+        if ranks.size > 1:
+            self.timings |= {"rank_wait_s": ranks.wait_s, "reduce_s": ranks.reduce_s}
+        metrics = sums.over(ranks).metrics(batch.num_trained, self.config.objective) | routing.metrics()
+        fed = {"tokens_fed": float(routing.num_tokens), "micro_batches": float(micro_batches)}
+        return {**metrics, "grad_norm": norm, "lr": lr, **fed}
+
+    def _seed_rank(self) -> None:
+        """Other ranks than the first draw from a stream that depends on nothing but the step, so any can resume."""
+        if self.ranks.rank:
+            sequence = np.random.SeedSequence([self._seed, self.version, self.ranks.rank])
+            torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+    def _accumulate(self, batch: TrainBatch, routing: RoutingStep, sums: StepSums) -> None:
+        """Forward and backward passes of this rank's micro-batches."""
+        for micro in batch.micro_batches:
+            with routing.replayed(micro) as use:
+                loss = self._loss(micro, sums)
+                aux = routing.add(use)
+                # inside the block: a recomputation in the backward pass replays too
+                (loss if aux is None else loss + aux).backward()  # type: ignore[no-untyped-call]
 
     def _update(self, lr: float, batch: TrainBatch) -> float:
         try:
             return self.optimizer.step(lr)
         except NonFiniteError as error:
-            names = [describe(t.identity) for m in batch.micro_batches for t in m.trajectories]
+            # Gradients are summed, so every rank is here.
+            mine = "\n".join(describe(t.identity) for m in batch.micro_batches for t in m.trajectories)
+            names = [name for told in self.ranks.texts(mine) for name in told.splitlines()]
             report = error.report
             raise NonFiniteError(
                 NonFiniteReport(
@@ -309,16 +341,23 @@ def _checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _device(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda when there is one, else cpu."""
+def _device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this name; `auto` is cuda when there is one, else cpu. Of several GPUs each rank takes its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # unknown, not built in, or not there
-        reason = str(error).partition("\n")[0]
-        raise InvalidFieldError("trainer.device", name, f"use auto or cpu; torch says: {reason}") from error
+    if name == "cuda" and ranks.size > 1 and torch.cuda.device_count() > 1:
+        name = f"cuda:{ranks.rank}"
+    with ranks.alone("its device"):
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # unknown, not built in, or not there
+            reason = str(error).partition("\n")[0]
+            raise InvalidFieldError("trainer.device", name, f"use auto or cpu; torch says: {reason}") from error
+    if device.type == "cuda" and ranks.size > 1:
+        unit = str(torch.cuda.get_device_properties(device).uuid)
+        if len(set(ranks.texts(unit))) < ranks.size:
+            raise InvalidFieldError("trainer.device", name, "several trainer ranks would share a GPU; use fewer ranks")
     return device
 
 

@@ -84,12 +84,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one update is made of, already normalised over the whole step.
+    """What one rank adds to an update, already normalised over the whole step.
 
     Attributes:
-        micro_batches: the step's micro-batches.
-        num_trained: trained tokens of the step.
-        num_members: group members of the step.
+        micro_batches: of this rank, possibly none.
+        num_trained: trained tokens of the whole step.
+        num_members: group members of the whole step.
     """
 
     micro_batches: tuple[MicroBatch, ...]

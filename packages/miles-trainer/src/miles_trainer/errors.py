@@ -59,6 +59,26 @@ class CheckpointError(MilesError):
     """A checkpoint is incomplete, corrupted or belongs to another model; nothing was loaded."""
 
 
+class RankFailedError(MilesError):
+    """Another rank of the trainer group failed; this one, and so the group, has changed nothing."""
+
+
+class RankLostError(MilesError):
+    """A rank of the trainer group is missing: what it did last is not known, so the group is of no more use."""
+
+
+class RankGoneError(RankLostError):
+    """It closed its connections: it has ended."""
+
+
+class RankLateError(RankLostError):
+    """It is not heard of in time: it hangs, or is out of reach."""
+
+
+class RanksDivergedError(MilesError):
+    """The ranks of a trainer group hold different weights: none of them can be trusted."""
+
+
 def _first(names: Sequence[str]) -> str:
     """The first few names and how many more there are."""
     more = len(names) - _SHOWN

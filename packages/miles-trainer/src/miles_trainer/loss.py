@@ -9,6 +9,7 @@ from torch import Tensor
 
 from miles_trainer.config import KlEstimator, ObjectiveConfig
 from miles_trainer.objectives import Tokens, kl_terms, policy_loss, ratio_of
+from miles_trainer.ranks import Ranks
 
 _SUMS = (
     "loss",
@@ -28,7 +29,7 @@ _SUMS = (
 
 @dataclass
 class StepSums:
-    """Sums over the tokens of a step; ranks of a trainer group add them up (`maximum` by max).
+    """Sums over the tokens of a step.
 
     Attributes:
         sums: float64 [len(_SUMS)].
@@ -45,6 +46,10 @@ class StepSums:
             sums=torch.zeros(len(_SUMS), dtype=torch.float64, device=device),
             maximum=torch.zeros((), dtype=torch.float64, device=device),
         )
+
+    def over(self, ranks: Ranks) -> StepSums:
+        """Of the step as a whole."""
+        return StepSums(sums=ranks.total(self.sums), maximum=ranks.largest(self.maximum))
 
     def metrics(self, num_trained: int, config: ObjectiveConfig) -> dict[str, float]:
         """Means over the step's trained tokens."""

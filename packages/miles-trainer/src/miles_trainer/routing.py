@@ -10,6 +10,7 @@ from torch import Tensor
 
 from miles_trainer.batching import MicroBatch, TrainBatch
 from miles_trainer.modeling import PolicyModel
+from miles_trainer.ranks import Ranks
 from miles_trainer.replay import Replayer, RouteUse
 
 
@@ -19,9 +20,13 @@ class RoutingStep:
     Args:
         policy: the model.
         replayer: its routers, None for a dense model.
-        batch: the step.
+        batch: this rank's part of the step.
+        ranks: with which the step is made.
         replay: replay recorded choices; otherwise routers are only observed.
         aux_coefficient: weight of the load-balancing loss.
+
+    Raises:
+        RankFailedError, RankLostError: of another rank, where a load-balancing loss needs the step's counts.
     """
 
     def __init__(
@@ -29,15 +34,18 @@ class RoutingStep:
         policy: PolicyModel,
         replayer: Replayer | None,
         batch: TrainBatch,
+        ranks: Ranks,
         *,
         replay: bool,
         aux_coefficient: float,
     ) -> None:
         self.policy = policy
+        self.ranks = ranks
         self.replayer = replayer
         self.replay = replay
         self.aux_coefficient = aux_coefficient
         self.num_tokens = sum(m.num_tokens for m in batch.micro_batches)
+        """Fed tokens: of this rank, of the step once they were needed or `finish` was called."""
         self.agreement = torch.zeros((), dtype=torch.float64, device=policy.device)
         self.aux = torch.zeros((), dtype=torch.float64, device=policy.device)
         self.num_replayed = 0
@@ -47,20 +55,27 @@ class RoutingStep:
         self.num_bytes = sum(trace.num_bytes for trace in traces)
         self.packed_bytes = sum(trace.packed_bytes for trace in traces)
         self.counts: Tensor | None = None
+        self._whole = False
         if replayer is not None and aux_coefficient:
-            self.counts = replayer.recorded_counts(batch.micro_batches) if replay else self._observe(replayer, batch)
+            with ranks.alone("the choices of experts"):
+                mine = replayer.recorded_counts(batch.micro_batches) if replay else self._observe(replayer, batch)
+            self.counts = ranks.total(mine)
+            self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        """Of the whole step, once."""
+        if not self._whole:
+            self.num_tokens = int(self.ranks.total(torch.tensor(self.num_tokens)))
+            self._whole = True
 
     def _observe(self, replayer: Replayer, batch: TrainBatch) -> Tensor:
-        """Choices of the whole step by a pass without gradient: the aux loss needs them before the first backward."""
-        total: Tensor | None = None
+        """Choices by a pass without gradient: the aux loss needs those of the whole step before the first backward."""
+        total = replayer.recorded_counts(()).to(self.policy.device)  # of nothing
         for micro in batch.micro_batches:
             with self.replayed(micro) as use, torch.no_grad():
                 self.policy.forward(micro)
             if use is not None:
-                counts = replayer.used_counts(use)
-                total = counts if total is None else total + counts
-        if total is None:
-            raise ValueError("a step has at least one micro-batch")
+                total = total + replayer.used_counts(use)
         return total
 
     @contextmanager
@@ -87,9 +102,20 @@ class RoutingStep:
         self.aux += share.detach()
         return self.aux_coefficient * share
 
+    def finish(self) -> None:
+        """All ranks have added their micro-batches: from now on everything here is of the whole step."""
+        self._count_tokens()
+        if self.replayer is None:
+            return
+        counted = [self.num_replayed, self.num_bytes, self.packed_bytes]
+        parts = torch.tensor(counted, dtype=torch.float64, device=self.aux.device)
+        total = self.ranks.total(torch.cat([parts, torch.stack([self.agreement, self.aux])]))
+        self.num_replayed, self.num_bytes, self.packed_bytes = (int(n) for n in total[:3].tolist())
+        self.agreement, self.aux = total[3], total[4]
+
     def metrics(self) -> dict[str, float]:
-        """What applies of router_agreement, replayed_fraction, routing_bytes (in memory), routing_packed_bytes (on
-        the wire) and aux_loss."""
+        """After `finish`, what applies of: router_agreement, replayed_fraction, routing_bytes (in memory),
+        routing_packed_bytes (on the wire) and aux_loss."""
         out: dict[str, float] = {}
         if self.replayer is None:
             return out

@@ -17,9 +17,12 @@ from miles_trainer.backend import TorchBackend
 from miles_trainer.batching import TrainBatch, build_micro_batch, plan, token_weights
 from miles_trainer.config import ObjectiveKind, TrainerConfig
 from miles_trainer.errors import describe
+from miles_trainer.shares import Share, Step, divide
 
 if TYPE_CHECKING:
     import torch
+
+    from miles_trainer.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,14 +34,16 @@ class Trainer:
         model_path: Hugging Face folder of the policy; also the reference unless the configuration names one.
         config: objective, optimiser, batching.
         seed: of torch's generators.
+        ranks: the trainer group that this process belongs to; None for a group of one. Every rank makes the same calls
+            of `train_step`, or of `train` with its own share.
 
     Raises:
         InvalidFieldError: a model folder that cannot be loaded, or a setting the model does not allow.
     """
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int) -> None:
+    def __init__(self, model_path: Path, config: TrainerConfig, *, seed: int, ranks: Ranks | None = None) -> None:
         self.config = config
-        self.backend = TorchBackend(Path(model_path), config, seed=seed)
+        self.backend = TorchBackend(Path(model_path), config, seed=seed, ranks=ranks)
         self._warned = False
 
     @property
@@ -59,6 +64,16 @@ class Trainer:
         Raises:
             NonFiniteError: NaN or infinity; model, optimiser and version are unchanged.
             InvalidFieldError: groups the estimator or the model cannot use, or nothing to train in them.
+            RankFailedError, RankLostError: of another rank of the trainer group.
+        """
+        step = self.prepare(groups)
+        return {**self.train(step.shares[self.backend.ranks.rank]), **step.metrics}
+
+    def prepare(self, groups: Sequence[Group]) -> Step:
+        """Give credit over all groups and divide them among the ranks; trains nothing.
+
+        Raises:
+            InvalidFieldError: as `train_step`.
         """
         credit = assign_credit(
             groups, self.config.advantage, rewarded=self.config.objective.kind is not ObjectiveKind.SFT
@@ -72,9 +87,18 @@ class Trainer:
             )
         self.backend.check(credit.trajectories)
         self._warn_of_truncated_sampling(credit)
-        batch = self._batch(credit)
-        metrics = self.backend.train(batch)
-        return {**metrics, **_credit_metrics(credit, batch), "excluded_unrouted": float(unrouted)}
+        counts = np.array([t.num_trained for t in credit.trajectories], dtype=np.int64)
+        metrics = {**_credit_metrics(credit, counts), "excluded_unrouted": float(unrouted)}
+        return Step(shares=tuple(self._shares(credit, counts)), metrics=metrics)
+
+    def train(self, share: Share) -> dict[str, float]:
+        """This rank's part of one optimiser update; returns the metrics of the whole step that training gives.
+
+        Raises:
+            NonFiniteError, RankFailedError: model, optimiser and version are unchanged, on every rank.
+            RankLostError, RanksDivergedError: the group is of no more use.
+        """
+        return self.backend.train(self._batch(share))
 
     def _warn_of_truncated_sampling(self, credit: Credit) -> None:
         """Say once that sampling left out part of the distribution whose log-probs are trained."""
@@ -122,20 +146,31 @@ class Trainer:
             int((~complete).sum()),
         )
 
-    def _batch(self, credit: Credit) -> TrainBatch:
+    def _shares(self, credit: Credit, counts: NDArray[np.int64]) -> Iterator[Share]:
+        """Weights with the step's own denominators, then what belongs to each rank."""
         objective = self.config.objective
-        counts = np.array([t.num_trained for t in credit.trajectories], dtype=np.int64)
         weights = token_weights(
             counts, credit.members, credit.num_members, objective.aggregation, objective.aggregation_constant
         )
-        bins = plan(credit.trajectories, self.config.batching.max_tokens, padded=self.backend.padded)
+        for indices in divide(credit.trajectories, self.backend.ranks.size):
+            yield Share(
+                trajectories=tuple(credit.trajectories[i] for i in indices),
+                advantages=credit.advantages[indices],
+                weights=weights[indices],
+                num_trained=int(counts.sum()),
+                num_members=credit.num_members,
+            )
+
+    def _batch(self, share: Share) -> TrainBatch:
+        trajectories = share.trajectories
+        bins = plan(trajectories, self.config.batching.max_tokens, padded=self.backend.padded)
         micro = [
             build_micro_batch(
-                [credit.trajectories[i] for i in b], credit.advantages[b], weights[b], share=self.backend.can_share
+                [trajectories[i] for i in b], share.advantages[b], share.weights[b], share=self.backend.can_share
             )
             for b in bins
         ]
-        return TrainBatch(micro_batches=tuple(micro), num_trained=int(counts.sum()), num_members=credit.num_members)
+        return TrainBatch(micro_batches=tuple(micro), num_trained=share.num_trained, num_members=share.num_members)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
         """Log-probs (nats, sampling temperature applied) of each token: float32 [T], NaN at 0."""
@@ -170,14 +205,12 @@ class Trainer:
         self.backend.wake()
 
 
-def _credit_metrics(credit: Credit, batch: TrainBatch) -> dict[str, float]:
+def _credit_metrics(credit: Credit, counts: NDArray[np.int64]) -> dict[str, float]:
     rewards = credit.rewards
     return {
-        "tokens": float(batch.num_trained),
-        "tokens_fed": float(sum(m.num_tokens for m in batch.micro_batches)),
+        "tokens": float(counts.sum()),
         "trajectories": float(len(credit.trajectories)),
         "members": float(credit.num_members),
-        "micro_batches": float(len(batch.micro_batches)),
         "excluded": float(credit.excluded),
         "excluded_groups": float(credit.excluded_groups),
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
