@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from renderer_fixtures import folder_of
 
 from miles_rollout.renderers import RenderRefusedError, Vocabulary
-from miles_rollout.renderers.base import check_seam
+from miles_rollout.renderers.seam import check_seam
 
 VOCABULARY = Vocabulary.from_folder(folder_of("qwen3"))
 END = VOCABULARY.id("<|im_end|>")

@@ -32,8 +32,8 @@ WEATHER = {
 }
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with a few merges and Qwen's control tokens: ids 0-255 are bytes."""
+def write_tokenizer(folder: Path, added: Sequence[str] = ADDED[:3]) -> None:
+    """A byte-level tokenizer with a few merges and Qwen's control tokens (or others): ids 0-255 are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate(alphabet)}
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("u", "s"), ("us", "er"), ("e", "r"), ("i", "n")]
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=known))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(ADDED[:3]))
+    tokenizer.add_special_tokens(list(added))
     tokenizer.add_tokens(list(ADDED[3:]))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))

@@ -135,6 +135,38 @@ async def test_tools_over_several_turns(trained: tuple[Path, Any], engine_url: s
     assert {s.version for s in trajectory.version_spans} == {0} or trajectory.has_unknown_version
 
 
+async def test_a_forced_call_is_sampled_from_the_policy_itself(trained: tuple[Path, Any], engine_url: str) -> None:
+    folder, model = trained
+    renderer = load_renderer(folder, "qwen3")
+    forced = {"type": "function", "function": {"name": "weather"}}
+    async with EngineClient(engine_url) as engine, SessionServer(Router([engine]), renderer) as server:
+        session = server.service.open()
+        async with openai.AsyncOpenAI(base_url=server.session_url(session.id), api_key="none", max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": QUESTION}]
+            settings: dict[str, Any] = {"model": "policy", "tools": [WEATHER], "temperature": 0.0, "max_tokens": 100}
+            first = await client.chat.completions.create(messages=messages, tool_choice=forced, **settings)
+            (asked,) = first.choices[0].message.tool_calls
+            assert (asked.function.name, json.loads(asked.function.arguments)) == ("weather", {"city": "Oslo"})
+            messages += [
+                first.choices[0].message.model_dump(exclude_none=True),
+                {"role": "tool", "content": "rain", "tool_call_id": asked.id},
+            ]
+            second = await client.chat.completions.create(messages=messages, **settings)
+            assert second.choices[0].message.content == "It rains."
+        (trajectory,) = server.service.trajectories(session.id)
+        opening = session.describe()["nodes"][0]["forced_tokens"]
+    # The whole is what rendering the conversation gives; the opening was not sampled, what follows it was.
+    assert trajectory.token_ids.tolist() == renderer.render(CONVERSATION, [WEATHER], add_generation_prompt=False)[:-1]
+    start = trajectory.turns[0].start
+    assert renderer.decode(trajectory.token_ids[start - opening : start].tolist()).startswith('<tool_call>\n{"name"')
+    assert not trajectory.loss_mask[:start].any()
+    assert trajectory.num_trained == sum(t.end - t.start for t in trajectory.turns)
+    # No token was masked for the call: the log-probs are those of the model, as a trainer computes them.
+    want, mask = logprobs_of(model, trajectory), trajectory.loss_mask
+    assert np.abs(trajectory.logprobs[mask] - want[mask]).max() < 1e-3
+    assert audit([trajectory]).mismatches == 0
+
+
 async def test_many_sessions_at_once_on_a_sampling_policy(trained: tuple[Path, Any], engine_url: str) -> None:
     folder, model = trained
     renderer = load_renderer(folder, "qwen3")

@@ -34,6 +34,7 @@ REPLIES = [
     CALL,
     f"{CALL}\n{CALL}",
 ]
+REST = '"city": "Oslo", "n": 1}}\n</tool_call>'
 SPOILT = st.frozensets(st.sampled_from(["reasoning", "whitespace", "arguments", "ids"]))
 ABORT = GenerateResult(output_ids=[1, 2], logprobs=[-1.0, -1.0], version_spans=(), finish_reason="abort")
 GARBAGE = GenerateResult(output_ids=[1, 2], logprobs=[-1.0], version_spans=(), finish_reason="stop")
@@ -140,6 +141,19 @@ class Books(RuleBasedStateMachine):
         assert self.step(index, messages, how)
         assert tree.tip.parent is tip
         assert tree.tip.demoted == 0
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), reply=st.sampled_from([REST, "not JSON", ""]), how=SPOILT)
+    def forced_call(self, data: Any, reply: str, how: frozenset[str]) -> None:
+        index, messages = self.pick(data)
+        self.engine.replies = [reply]
+        before = self.sessions[index].counters().forced_calls
+        if self.step(index, messages, how, tool_choice="required"):
+            node = self.sessions[index].tree.nodes[-1]
+            opening = renderer().decode(node.prompt_ids[len(node.prompt_ids) - node.opening :].tolist())
+            assert opening == '<tool_call>\n{"name": "weather", "arguments": {'
+            assert self.sessions[index].counters().forced_calls == before + 1
+            assert bool(node.reply.tool_calls) == (reply == REST)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())

@@ -238,13 +238,6 @@ async def test_stop_strings_end_the_view_not_the_tokens(renderer) -> None:
     assert session.counters().repairs == {"whitespace_edges": 1}
 
 
-async def test_forced_tool_choice_at_best_effort(renderer) -> None:
-    service, _ = make(renderer, ["no call"], best_effort_tool_choice=True)
-    session = service.open()
-    await ask(service, session, [user("x")], tools=[WEATHER], tool_choice="required")
-    assert session.counters().forced_tool_choices == 1
-
-
 async def test_tool_choice_none_delivers_calls_as_text(renderer) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     service, _ = make(renderer, [call])

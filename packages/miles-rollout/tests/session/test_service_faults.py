@@ -7,7 +7,7 @@ import json
 
 import pytest
 from service_driving import ask, make, reply_of
-from session_factories import ScriptedEngine, as_json, user
+from session_factories import WEATHER, ScriptedEngine, as_json, user
 
 from miles_contracts import EngineError, EngineUnavailableError, GenerateResult, SamplingParams, VersionSpan
 from miles_rollout.session import EngineSampler, OpenRequest, SessionConfig, SessionService, audit
@@ -140,7 +140,11 @@ async def test_limits(renderer) -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tools"),
+        ({"tool_choice": "required", "tools": []}, "tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": "whatever"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),

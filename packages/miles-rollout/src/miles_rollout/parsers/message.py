@@ -66,6 +66,10 @@ class CompletionSyntax(Protocol):
         """The same syntax for a client that wants no calls: they stay content, as they were written."""
         ...
 
+    def without_reasoning(self) -> CompletionSyntax:
+        """The same syntax for a turn that begins with a call, so that nothing before the call is reasoning."""
+        ...
+
 
 def parse_completion(
     text: str, syntax: CompletionSyntax, tools: Tools = (), *, call_id: CallId | None = None

@@ -60,6 +60,10 @@ class PiecedSyntax:
         """See `CompletionSyntax.without_calls`."""
         return replace(self, calls=False)
 
+    def without_reasoning(self) -> Self:
+        """See `CompletionSyntax.without_reasoning`: every piece says itself what it is."""
+        return self
+
     def parse(self, text: str, tools: Tools, call_id: CallId) -> ParsedMessage:
         """See `CompletionSyntax.parse`."""
         reasoning: list[str] = []

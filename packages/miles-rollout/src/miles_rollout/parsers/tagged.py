@@ -68,6 +68,10 @@ class TaggedSyntax:
         """See `CompletionSyntax.without_calls`."""
         return replace(self, calls=None)
 
+    def without_reasoning(self) -> TaggedSyntax:
+        """See `CompletionSyntax.without_reasoning`."""
+        return replace(self, opening=None)
+
     def split(self, text: str) -> tuple[str | None, str]:
         """Reasoning (None when there is none) and the rest."""
         if self.opening is None:

@@ -9,84 +9,18 @@ inside plain text) is checked, and refused when it fails.
 from __future__ import annotations
 
 import copy
-import datetime
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from miles_contracts import InvalidFieldError, Message
 from miles_rollout.parsers import CompletionSyntax, ParsedMessage, parse_completion
-from miles_rollout.renderers.errors import RenderError, RenderRefusedError
+from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.folder import ModelFolder
-from miles_rollout.renderers.vocabulary import Vocabulary
+from miles_rollout.renderers.forced import ForcedCall, force_call
+from miles_rollout.renderers.protocol import RenderOptions, Tools
+from miles_rollout.renderers.seam import check_history, check_seam
 from miles_rollout.renderers.writer import Writer
-
-Tools = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderOptions:
-    """What a request may choose about the rendering; fixed within one conversation.
-
-    Attributes:
-        thinking: whether the assistant reasons before it answers; None leaves it to the family.
-        reasoning_effort: a level the family knows ("low", "medium", "high", ...); None leaves it to the family.
-        today: the date that some templates print; fixed when a renderer is made, because a date that changes at
-            midnight would change the head of a running conversation.
-        template_variables: further variables for a Jinja template (only the default family reads them).
-    """
-
-    thinking: bool | None = None
-    reasoning_effort: str | None = None
-    today: datetime.date = field(default_factory=datetime.date.today)
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Renderer(Protocol):
-    """What the session server, the rollout and data preparation use of a family (see `DialectRenderer`)."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def options(self) -> RenderOptions: ...
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-
-    def with_options(self, **changes: Any) -> Renderer:
-        """The same renderer with other `RenderOptions`; cheap, shares the tokenizer."""
-        ...
-
-    def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Ids of a whole conversation, by default with the opening of the next assistant turn."""
-        ...
-
-    def render_suffix(
-        self,
-        history_messages: Sequence[Message],
-        history_ids: Sequence[int],
-        appended: Sequence[Message],
-        tools: Tools = (),
-    ) -> list[int]:
-        """Ids to put behind `history_ids` so that the policy can go on after `appended`."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
-        ...
-
-    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
-        """The view of a sampled turn that a client gets: content, reasoning, tool calls."""
-        ...
-
-    def turn_syntax(self) -> CompletionSyntax:
-        """How a sampled turn is to be read under the current options."""
-        ...
 
 
 class BaseRenderer:
@@ -151,19 +85,24 @@ class BaseRenderer:
             token_ids, skip=[*(added[t] for t in self.vocabulary.special), *self._stop_token_ids]
         )
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
+    def parse(
+        self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True, opening: Sequence[int] = ()
+    ) -> ParsedMessage:
         """The client's view of one sampled turn; the ids are only read.
 
         Args:
             token_ids: what was sampled after the generation prompt, stop token included if there was one.
             tools: the tools of the request, whose schemas tell text arguments from numbers.
             calls: false leaves tool calls in the content, as they were written.
+            opening: the forced beginning of the turn's call (`ForcedCall.opening`), which was not sampled.
         """
         end = len(token_ids)
         if end and token_ids[-1] in self._stop_token_ids:
             end -= 1
         syntax = self.turn_syntax() if calls else self.turn_syntax().without_calls()
-        return parse_completion(self.vocabulary.decode(token_ids[:end]), syntax, tools)
+        if opening:
+            syntax = syntax.without_reasoning()
+        return parse_completion(self.vocabulary.decode([*opening, *token_ids[:end]]), syntax, tools)
 
     def turn_syntax(self) -> CompletionSyntax:
         """How a sampled turn is to be read under the current options."""
@@ -276,13 +215,18 @@ class DialectRenderer(BaseRenderer):
             InvalidFieldError: a role or field that no family has a form for.
             RenderError: the family has no form for this conversation.
         """
+        out = self._written(messages, tools)
+        if add_generation_prompt:
+            self.write_generation_prompt(out, messages[-1] if messages else None)
+        return out.ids()
+
+    def _written(self, messages: Sequence[Message], tools: Tools) -> Writer:
+        """The writer of a whole conversation up to its last message."""
         self._check(messages)
         out = Writer(self.vocabulary, self._structural, after=None)
         for index in range(self.write_head(out, messages, tools), len(messages)):
             self.write_message(out, messages, index)
-        if add_generation_prompt:
-            self.write_generation_prompt(out, messages[-1] if messages else None)
-        return out.ids()
+        return out
 
     def render_suffix(
         self,
@@ -308,6 +252,57 @@ class DialectRenderer(BaseRenderer):
         """
         if not history_messages and not len(history_ids):
             return self.render(appended, tools)
+        out, context = self._continued(history_messages, history_ids, appended)
+        self.write_generation_prompt(out, context[-1])
+        ids = out.ids()
+        check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
+        return ids
+
+    def render_call(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools,
+        name: str | None = None,
+    ) -> ForcedCall:
+        """As `render_suffix`, but the assistant's turn is opened with a call instead of being left to the policy.
+
+        The turn is opened as one without reasoning and without text before the call is written; where the generation
+        prompt opens a reasoning block, that block is closed or left out as in such a turn.
+
+        Args:
+            history_messages, history_ids, appended: as in `render_suffix`; no history renders the whole.
+            tools: those that may be called.
+            name: the one that must be called, None for any of them.
+
+        Raises:
+            CallOpeningError: the family has no exact opening for this choice.
+            InvalidFieldError, RenderError, RenderRefusedError: as `render_suffix`.
+        """
+        if not history_messages and not len(history_ids):
+            out, context = self._written(appended, tools), list(appended)
+        else:
+            out, context = self._continued(history_messages, history_ids, appended)
+        leading = ""
+
+        def with_turn(turn: Message) -> list[int]:
+            nonlocal leading
+            fork = out.fork()
+            self.write_message(fork, [*context, turn], len(context))
+            ids = fork.ids()
+            leading = fork.leading
+            return ids
+
+        forced = force_call(with_turn, self.vocabulary, tools, name)
+        if len(history_ids):
+            check_seam(self.vocabulary, history_ids, forced.ids, leading, message_index=len(history_messages))
+        return forced
+
+    def _continued(
+        self, history_messages: Sequence[Message], history_ids: Sequence[int], appended: Sequence[Message]
+    ) -> tuple[Writer, list[Message]]:
+        """The writer of what follows a history, up to the last appended message; and the messages it has seen."""
         check_history(history_messages, history_ids)
         self._check(appended, offset=len(history_messages))
         context = [history_messages[-1], *appended]
@@ -316,10 +311,7 @@ class DialectRenderer(BaseRenderer):
             self.write_close(out, context[0], appended[0] if appended else None)
         for index in range(1, len(context)):
             self.write_message(out, context, index)
-        self.write_generation_prompt(out, context[-1])
-        ids = out.ids()
-        check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
-        return ids
+        return out, context
 
     def _is_closed(self, ids: Sequence[int]) -> bool:
         """True when a history has the text behind its last end token, because it was rendered and not sampled."""
@@ -334,47 +326,6 @@ class DialectRenderer(BaseRenderer):
                 raise InvalidFieldError(
                     f"messages[{offset + index}].role", message.role, f"must be one of {', '.join(sorted(self.roles))}"
                 )
-
-
-def check_history(messages: Sequence[Message], ids: Sequence[int]) -> None:
-    """Refuses a history behind which nothing can be appended."""
-    if not messages or messages[-1].role != "assistant":
-        raise InvalidFieldError(
-            "history_messages", messages[-1].role if messages else "nothing", "must end with an assistant turn"
-        )
-    if not len(ids):
-        raise InvalidFieldError("history_ids", "nothing", "must hold the ids of the history")
-
-
-def check_seam(
-    vocabulary: Vocabulary, history: Sequence[int], suffix: Sequence[int], leading: str, *, message_index: int
-) -> None:
-    """Refuses a suffix whose first token would merge with the last of the history in a rendering of the whole.
-
-    Nothing merges across an added token. Otherwise the plain text before the seam (back to the last added token) is
-    encoded together with the plain text behind it; the tokens behind the seam must come out the same. The sampled ids
-    before it need not be the canonical spelling of their text, so only their text is compared.
-    """
-    if not leading or not suffix or vocabulary.is_added(history[-1]):
-        return
-    start = len(history)
-    while start > 0 and not vocabulary.is_added(history[start - 1]):
-        start -= 1
-    before = vocabulary.decode(history[start:])
-    alone = vocabulary.encode(leading)
-    joint = vocabulary.encode(before + leading, at_start=start == 0)
-    kept = len(joint) - len(alone)
-    if kept >= 0 and joint[kept:] == alone and vocabulary.decode(joint[:kept]) == before:
-        return
-    differs = next((i for i in range(1, min(len(joint), len(alone)) + 1) if joint[-i] != alone[-i]), len(alone) + 1)
-    merged = joint[-differs] if differs <= len(joint) else None
-    raise RenderRefusedError(
-        "the tokenizer merges text across the end of the history",
-        message_index=message_index,
-        position=len(history) + max(len(alone) - differs, 0),
-        token="" if merged is None else vocabulary.text_of(merged),
-        remedy="use a family whose turns end with a control token, or start a new branch",
-    )
 
 
 def require_text(message: Message, index: int) -> str:

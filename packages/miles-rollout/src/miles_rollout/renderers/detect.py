@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_contracts import Message, MilesError
-from miles_rollout.renderers.base import Renderer, RenderOptions
 from miles_rollout.renderers.folder import ModelFolder
+from miles_rollout.renderers.protocol import Renderer, RenderOptions
 
 Maker = Callable[[ModelFolder, RenderOptions], Renderer]
 

@@ -25,3 +25,7 @@ class RenderRefusedError(RenderError):
         self.message_index = message_index
         self.position = position
         self.token = token
+
+
+class CallOpeningError(RenderError):
+    """The opening of a forced call cannot be written exactly in this family."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from miles_contracts import InvalidFieldError
-from miles_rollout.renderers.base import DialectRenderer, Renderer, RenderOptions
+from miles_rollout.renderers.base import DialectRenderer
 from miles_rollout.renderers.detect import Detection, detect
 from miles_rollout.renderers.families.chatml import ChatMLRenderer, SmolLM2Renderer
 from miles_rollout.renderers.families.deepseek import DeepSeekV4Renderer, DeepSeekV32Renderer
@@ -21,6 +21,7 @@ from miles_rollout.renderers.families.nemotron import NemotronRenderer
 from miles_rollout.renderers.families.qwen3 import Qwen3NextRenderer, Qwen3Renderer, Qwen35Renderer
 from miles_rollout.renderers.families.template import TemplateRenderer
 from miles_rollout.renderers.folder import read_folder
+from miles_rollout.renderers.protocol import Renderer, RenderOptions
 
 _DIALECTS: tuple[type[DialectRenderer], ...] = (
     ChatMLRenderer,

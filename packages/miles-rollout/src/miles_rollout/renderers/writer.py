@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from miles_rollout.renderers.vocabulary import Vocabulary
 
 
@@ -30,6 +32,7 @@ class Writer:
         self._at_start = after is None
         self._ids: list[int] = []
         self._pending: list[str] = []
+        self._encoded: dict[str, list[int]] | None = None  # shared by forks, whose texts begin alike
         self.leading = ""
 
     def control(self, token: str) -> None:
@@ -58,6 +61,14 @@ class Writer:
         if text:
             self._pending.append(text)
 
+    def fork(self) -> Writer:
+        """A copy that goes on by itself; text that several copies flush is encoded once."""
+        self._encoded = {} if self._encoded is None else self._encoded
+        other = copy.copy(self)
+        other._ids = list(self._ids)
+        other._pending = list(self._pending)
+        return other
+
     def ids(self) -> list[int]:
         """Everything so far; the writer may go on afterwards, with a cut at this place."""
         self._flush()
@@ -76,4 +87,13 @@ class Writer:
             self._pending.clear()
             if not self._ids:
                 self.leading = text
-            self._ids += self._vocabulary.encode(text, at_start=self._at_start and not self._ids)
+            self._ids += self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._at_start and not self._ids:
+            return self._vocabulary.encode(text, at_start=True)
+        if self._encoded is None:
+            return self._vocabulary.encode(text)
+        if text not in self._encoded:
+            self._encoded[text] = self._vocabulary.encode(text)
+        return self._encoded[text]

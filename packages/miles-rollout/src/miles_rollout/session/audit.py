@@ -63,7 +63,8 @@ class SessionCounters(msgspec.Struct, kw_only=True):
         malformed_calls: tool calls that could not be parsed and were delivered as content.
         demoted_messages: assistant messages in prompts that the policy did not sample there (edited or injected).
         sampling_overrides: requests whose sampling settings gave way to the session's.
-        forced_tool_choices: requests whose forced tool choice was served as "auto".
+        forced_calls: turns whose call was opened in the prompt, because the client forced it.
+        relaxed_tool_choices: requests whose forced tool choice was served as "auto".
         repairs: kind of repair -> turns that stayed trainable thanks to it.
     """
 
@@ -79,7 +80,8 @@ class SessionCounters(msgspec.Struct, kw_only=True):
     malformed_calls: int = 0
     demoted_messages: int = 0
     sampling_overrides: int = 0
-    forced_tool_choices: int = 0
+    forced_calls: int = 0
+    relaxed_tool_choices: int = 0
     repairs: dict[str, int] = {}
 
     def __add__(self, other: SessionCounters) -> SessionCounters:

@@ -98,7 +98,11 @@ def make_parser() -> OneLineParser:
     )
     add("--thinking", choices=("on", "off"), help="switch the family's reasoning (default: the family's)")
     add("--wait-when-busy", action="store_true", help="queue a second request of a linear session instead of 409")
-    add("--best-effort-tool-choice", action="store_true", help='serve tool_choice "required" as "auto"')
+    add(
+        "--best-effort-tool-choice",
+        action="store_true",
+        help="serve a forced tool choice as 'auto' where a call cannot be opened exactly, instead of refusing it",
+    )
     add("--no-live-streams", action="store_true", help="stream finished turns only, not what the engine just samples")
     add("--record-routing", action="store_true", help="record expert choices (needs --num-experts)")
     add("--num-experts", type=int, help="experts a layer of a mixture-of-experts model")

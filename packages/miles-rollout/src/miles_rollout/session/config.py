@@ -27,7 +27,7 @@ class SessionConfig(BaseModel):
     wait_when_busy: bool = False
     """A second request on a linear session waits for the first instead of being refused with 409."""
     best_effort_tool_choice: bool = False
-    """Serve `tool_choice` "required" or a named function as "auto" (counted) instead of refusing it."""
+    """Serve a forced `tool_choice` as "auto" (counted) where a call cannot be opened exactly, instead of refusing."""
     record_routing: bool = False
     """Ask the engine for the expert choices of every token (mixture-of-experts models)."""
     num_experts: _Positive | None = None

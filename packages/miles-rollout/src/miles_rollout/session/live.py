@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -88,13 +88,23 @@ class LiveTurn(_Live):
         stop: stop strings of the request, which the client never sees.
         emit: takes the deltas.
         calls: false for a client that gets calls as content.
+        opening: the forced beginning of the turn's call, which is not among the ids.
     """
 
     def __init__(
-        self, renderer: Renderer, stop: tuple[str, ...], emit: Callable[[Delta], None], *, calls: bool = True
+        self,
+        renderer: Renderer,
+        stop: tuple[str, ...],
+        emit: Callable[[Delta], None],
+        *,
+        calls: bool = True,
+        opening: Sequence[int] = (),
     ) -> None:
         super().__init__(renderer, stop, emit)
         self._syntax = renderer.turn_syntax() if calls else renderer.turn_syntax().without_calls()
+        if opening:
+            self._syntax = self._syntax.without_reasoning()
+        self._opening = list(opening)
         self._ends = frozenset(renderer.stop_token_ids)
 
     def settle(self, parsed: ParsedMessage, output_ids: list[int]) -> ParsedMessage:
@@ -106,10 +116,10 @@ class LiveTurn(_Live):
         agrees = shown.reasoning_content is None or shown.reasoning_content == parsed.reasoning_content
         if agrees and parsed.content.startswith(shown.content):
             return parsed
-        return ParsedMessage(content=self._vocabulary.decode(self._without_end(output_ids)))
+        return ParsedMessage(content=self._written(output_ids))
 
     def _known(self, ids: list[int]) -> Progress:
-        return self._syntax.so_far(self._vocabulary.decode(self._without_end(ids)).rstrip(_UNFINISHED))
+        return self._syntax.so_far(self._written(ids).rstrip(_UNFINISHED))
 
-    def _without_end(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids and ids[-1] in self._ends else ids
+    def _written(self, ids: list[int]) -> str:
+        return self._vocabulary.decode([*self._opening, *(ids[:-1] if ids and ids[-1] in self._ends else ids)])

@@ -61,6 +61,7 @@ class Node:
         id_map: rewritten tool-call id -> stored id, for all messages up to and including `messages`.
         repairs: kinds of repair that matching this reply has needed.
         demoted: assistant messages in `messages`, which the policy may have sampled once but did not here.
+        opening: how many of the last `prompt_ids` open a forced call; the reply begins with them.
         retried: the client asked again for this turn after it was answered.
         items: `prompt_ids` and the sampled ids as elements of a JSON array; empty until somebody continues the turn.
     """
@@ -81,6 +82,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
     demoted: int = 0
     retried: bool = False
+    opening: int = 0
     items: bytes = b""
 
     @property

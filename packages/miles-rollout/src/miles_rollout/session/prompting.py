@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_contracts import InvalidFieldError
-from miles_rollout.renderers import Renderer, RenderError
+from miles_contracts import InvalidFieldError, ToolCall
+from miles_rollout.renderers import CallOpeningError, ForcedCall, Renderer, RenderError
 from miles_rollout.session.errors import BadRequestError, RenderRefusedError
-from miles_rollout.session.requests import ChatRequest, CompletionRequest
+from miles_rollout.session.requests import ChatRequest, CompletionRequest, ForcedChoice
 from miles_rollout.session.session import RenderChoice
 from miles_rollout.session.tree import Plan
 
@@ -35,21 +35,49 @@ def prompt_of(request: CompletionRequest, vocab_size: int) -> NDArray[np.int32]:
     return np.asarray(prompt, dtype=np.int32)
 
 
-def render_prompt(renderer: Renderer, plan: Plan, history: Sequence[int]) -> list[int]:
-    """The ids that are new in a prompt; `history` are the stored ids of what the plan continues.
+def render_prompt(
+    renderer: Renderer, plan: Plan, history: Sequence[int], forced: ForcedChoice | None = None
+) -> ForcedCall:
+    """The ids that are new in a prompt, and those of them that open a forced call (none without one).
+
+    Args:
+        renderer: of the model's family.
+        plan: what the request continues.
+        history: the stored ids of that.
+        forced: the call that must come.
 
     Raises:
         RenderRefusedError: the renderer cannot append these messages exactly.
+        CallOpeningError: it can, but not the opening of such a call.
         BadRequestError: a role or field that no renderer takes.
     """
+    messages = plan.history_messages()
     try:
+        if forced is not None:
+            return renderer.render_call(messages, history, plan.appended, plan.tools, forced.name)
         if plan.parent is None:
-            return renderer.render(plan.appended, plan.tools)
-        return renderer.render_suffix(plan.history_messages(), history, plan.appended, plan.tools)
+            return ForcedCall(ids=renderer.render(plan.appended, plan.tools), opening=[])
+        return ForcedCall(ids=renderer.render_suffix(messages, history, plan.appended, plan.tools), opening=[])
+    except CallOpeningError:
+        raise
     except RenderError as error:
         raise RenderRefusedError(str(error), param="messages") from error
     except InvalidFieldError as error:
         raise BadRequestError(str(error), param=error.field) from error
+
+
+def other_calls(forced: ForcedChoice | None, prompt: ForcedCall, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+    """What to tell about a forced call that became another one: some families leave the end of the name to the policy.
+
+    Args:
+        forced: what the request forces.
+        prompt: how its call was opened, if it was.
+        calls: what the answer calls.
+    """
+    if forced is None or forced.name is None or not prompt.opening or not calls:
+        return ()
+    called = calls[0].function.name
+    return () if called == forced.name else (f"the call of {forced.name!r} became one of {called!r}",)
 
 
 def render_choice(request: ChatRequest) -> RenderChoice:

@@ -13,6 +13,7 @@ import msgspec
 from miles_contracts import InvalidFieldError, SamplingParams, SamplingTransform
 from miles_rollout.session.errors import BadRequestError, ContextLengthError
 from miles_rollout.session.matching import Repair
+from miles_rollout.session.messages import shorten
 from miles_rollout.session.nodes import Tools
 from miles_rollout.session.tree import Policy
 
@@ -167,19 +168,40 @@ def parse_tools(raw: bytes) -> Tools:
     return tuple(tools or ())
 
 
-def choice_is_forced(choice: str | dict[str, Any] | None) -> bool:
-    """True for "required" or a named function.
+class ForcedChoice(msgspec.Struct, frozen=True):
+    """A tool choice that leaves no choice.
+
+    Attributes:
+        name: the tool that must be called, None for any.
+    """
+
+    name: str | None
+
+
+def forced_choice(choice: str | dict[str, Any] | None, tools: Tools) -> ForcedChoice | None:
+    """What "required" or a named function asks for; None when the policy may choose.
 
     Raises:
-        BadRequestError: something else than OpenAI's choices.
+        BadRequestError: something else than OpenAI's choices, or a tool that the request does not bring.
     """
     if choice is None or choice in ("auto", "none"):
-        return False
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
-        return True
-    raise BadRequestError(
-        f"tool_choice: got {choice!r}; use 'auto', 'none', 'required' or a function", param="tool_choice"
-    )
+        return None
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise BadRequestError(
+            f"tool_choice: got {shorten(choice)}; use 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": NAME}}',
+            param="tool_choice",
+        )
+    known = [tool["function"]["name"] for tool in tools]
+    if not known:
+        raise BadRequestError("tool_choice: it forces a call, but the request brings no tools", param="tools")
+    if name is not None and name not in known:
+        raise BadRequestError(
+            f"tool_choice: {name!r} is none of the request's tools ({shorten(known)})", param="tool_choice"
+        )
+    return ForcedChoice(name)
 
 
 _TRANSFORM = ("temperature", "top_p", "top_k", "min_p")

@@ -176,6 +176,7 @@ def _describe_node(node: Node, abandoned: bool) -> dict[str, Any]:
         "request_id": node.sampled.request_id,
         "prompt_tokens": node.sampled_start,
         "new_prompt_tokens": len(node.prompt_ids),
+        "forced_tokens": node.opening,
         "sampled_tokens": len(node.sampled.output_ids),
         "finish_reason": node.sampled.finish_reason,
         "abandoned": abandoned,

@@ -290,7 +290,15 @@ class SessionTree:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, prompt_ids: NDArray[np.int32], sampled: Generation, reply: Message | None) -> Node:
+    def commit(
+        self,
+        plan: Plan,
+        prompt_ids: NDArray[np.int32],
+        sampled: Generation,
+        reply: Message | None,
+        *,
+        opening: int = 0,
+    ) -> Node:
         """Add a generation: the only write.
 
         Args:
@@ -298,6 +306,7 @@ class SessionTree:
             prompt_ids: int32 [P], the new suffix that was given to the engine after the ids of the parent's path.
             sampled: what the engine sampled after it.
             reply: the assistant message for the client, None for a token-level completion.
+            opening: how many of the last prompt ids open a forced call.
 
         Raises:
             SessionBusyError: linear, and another request was committed since the plan was made.
@@ -319,6 +328,7 @@ class SessionTree:
             num_messages=(parent.num_messages if parent else 0) + len(plan.appended) + (reply is not None),
             tools=plan.tools,
             id_map=plan.id_map,
+            opening=opening,
             demoted=sum(m.role == "assistant" for m in plan.appended),
         )
         (self.roots if parent is None else parent.children).append(node)

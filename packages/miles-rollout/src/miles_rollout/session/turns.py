@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from miles_contracts import InvalidFieldError, Message, SamplingParams
 from miles_rollout.engine_stream import OnPartial
-from miles_rollout.renderers import Renderer
+from miles_rollout.renderers import CallOpeningError, ForcedCall, Renderer
 from miles_rollout.session import audit
 from miles_rollout.session.audit import SessionCounters
 from miles_rollout.session.config import SessionConfig
@@ -31,13 +31,14 @@ from miles_rollout.session.live import Delta, LiveText, LiveTurn
 from miles_rollout.session.messages import assistant_message
 from miles_rollout.session.metrics import Metrics
 from miles_rollout.session.nodes import Generation, Node, path_prompt
-from miles_rollout.session.prompting import cut_at_stop, prompt_of, render_choice, render_prompt, turn_seed
+from miles_rollout.session.prompting import cut_at_stop, other_calls, prompt_of, render_choice, render_prompt, turn_seed
 from miles_rollout.session.requests import (
     ChatRequest,
     CompletionRequest,
+    ForcedChoice,
     SamplingFields,
-    choice_is_forced,
     fit_context,
+    forced_choice,
     resolve_sampling,
 )
 from miles_rollout.session.responses import Answer
@@ -105,35 +106,39 @@ class Turns:
             raise BadRequestError(str(error), param=error.field) from error
 
     async def _chat(self, session: Session, request: ChatRequest, on_delta: OnDelta | None) -> Answer:
-        forced = self._check_choice(request)
         render = session.choose_render(render_choice(request))
         renderer = self.renderer_for(render)
         tools = session.tools(bytes(request.tools))
+        forced = forced_choice(request.tool_choice, tools)
         raw = bytes(request.messages)
         plan, num_messages = session.plan(raw, tools)
         params, overridden = self._sampling(session, request)
         stored = path_prompt(plan.parent)
-        new_ids = np.asarray(render_prompt(renderer, plan, stored), dtype=np.int32)
+        prompt, served_as_auto = self._prompt(renderer, plan, stored, forced)
+        new_ids = np.asarray(prompt.ids, dtype=np.int32)
         want_calls = request.tool_choice != "none"
         view = None
         if on_delta is not None and self._config.live_streams:
-            view = LiveTurn(renderer, params.stop, partial(on_delta, request), calls=want_calls)
+            emit = partial(on_delta, request)
+            view = LiveTurn(renderer, params.stop, emit, calls=want_calls, opening=prompt.opening)
         sampled, params = await self._sample(session, stored, new_ids, params, view.advance if view else None)
 
         output_ids = sampled.output_ids.tolist()
-        parsed = renderer.parse(output_ids, tools, calls=want_calls)
+        parsed = renderer.parse(output_ids, tools, calls=want_calls, opening=prompt.opening)
         if view is not None:
             parsed = view.settle(parsed, output_ids)
+        malformed = parsed.malformed + other_calls(forced, prompt, parsed.tool_calls)
         content = parsed.content if parsed.tool_calls else cut_at_stop(parsed.content, params.stop)
         reply = assistant_message(content, parsed.reasoning_content, parsed.tool_calls)
-        node = _commit(session, plan, new_ids, sampled, reply, params, render)
+        node = _commit(session, plan, new_ids, sampled, reply, params, render, opening=len(prompt.opening))
         session.remember(raw, node, num_messages)
-        if overridden or forced or parsed.malformed:
+        if overridden or forced or malformed:
             session.count(
                 SessionCounters(
                     sampling_overrides=int(overridden),
-                    forced_tool_choices=int(forced),
-                    malformed_calls=len(parsed.malformed),
+                    forced_calls=int(node.opening > 0),
+                    relaxed_tool_choices=int(served_as_auto),
+                    malformed_calls=len(malformed),
                 )
             )
         self._count_turn(len(new_ids), sampled)
@@ -142,21 +147,24 @@ class Turns:
             model=request.model,
             node=node,
             prompt_tokens=node.sampled_start,
-            malformed=parsed.malformed,
+            malformed=malformed,
             token_texts=self._token_texts(sampled) if request.logprobs else None,
         )
 
-    def _check_choice(self, request: ChatRequest) -> bool:
-        """Whether a tool choice was forced, which is then served as "auto"."""
-        forced = choice_is_forced(request.tool_choice)
-        if forced and not self._config.best_effort_tool_choice:
+    def _prompt(
+        self, renderer: Renderer, plan: Plan, stored: TokenIds, forced: ForcedChoice | None
+    ) -> tuple[ForcedCall, bool]:
+        """The new part of the prompt, and whether a forced choice is served as "auto"."""
+        try:
+            return render_prompt(renderer, plan, stored, forced), False
+        except CallOpeningError as error:
+            if self._config.best_effort_tool_choice:
+                return render_prompt(renderer, plan, stored), True
             raise BadRequestError(
-                f"tool_choice: got {request.tool_choice!r}; a forced call constrains sampling, and its log-probs would "
-                "not be those of the policy that is trained; send 'auto', or start the server with best-effort "
-                "tool choice",
+                f"tool_choice: a call cannot be opened for family {renderer.family}: {error}; force another tool, send "
+                "'auto', or start the server with best-effort tool choice, which then serves it as 'auto'",
                 param="tool_choice",
-            )
-        return forced
+            ) from error
 
     async def _complete(
         self, session: Session, request: CompletionRequest, prompt: NDArray[np.int32], on_delta: OnDelta | None
@@ -293,11 +301,13 @@ def _commit(
     reply: Message | None,
     params: SamplingParams,
     render: RenderChoice | None,
+    *,
+    opening: int = 0,
 ) -> Node:
     """Write a turn; a turn that cannot be written any more is counted as discarded."""
     try:
         session.settle(params.transform, render)
-        return session.tree.commit(plan, prompt_ids, sampled, reply)
+        return session.tree.commit(plan, prompt_ids, sampled, reply, opening=opening)
     except SessionBusyError:
         session.count(SessionCounters(discarded_turns=1, discarded_tokens=len(sampled.output_ids)))
         raise

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, JsonCalls, TaggedSyntax
-from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.base import DialectRenderer, require_text
 from miles_rollout.renderers.jsontext import normalised_arguments, to_json
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.writer import Writer
 
 START, END = "<|im_start|>", "<|im_end|>"

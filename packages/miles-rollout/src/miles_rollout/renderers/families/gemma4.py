@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, GemmaCalls, TaggedSyntax
-from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.base import DialectRenderer, require_text
 from miles_rollout.renderers.families.gemma4_schema import declaration, literal
 from miles_rollout.renderers.jsontext import call_arguments
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.writer import Writer
 
 TURN, END, QUOTE = "<|turn>", "<turn|>", '<|"|>'

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, HarmonySyntax
-from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.base import DialectRenderer, require_text
 from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.families.typescript import harmony_declarations
 from miles_rollout.renderers.jsontext import normalised_arguments, to_json
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.writer import Writer
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, InklingSyntax
-from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.base import DialectRenderer, require_text
 from miles_rollout.renderers.jsontext import call_arguments, to_json
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.writer import Writer
 
 MODEL, USER, SYSTEM, TOOL = "<|message_model|>", "<|message_user|>", "<|message_system|>", "<|message_tool|>"

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, InvokeCalls, TaggedSyntax
-from miles_rollout.renderers.base import DialectRenderer, Tools, require_text
+from miles_rollout.renderers.base import DialectRenderer, require_text
 from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.jsontext import call_arguments, to_json
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.thinking import split_reasoning
 from miles_rollout.renderers.writer import Writer
 

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, JsonCalls, TaggedSyntax, XmlCalls
-from miles_rollout.renderers.base import Tools, require_text
+from miles_rollout.renderers.base import require_text
 from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.families.chatml import START, ChatMLRenderer
 from miles_rollout.renderers.jsontext import call_arguments, to_json
+from miles_rollout.renderers.protocol import Tools
 from miles_rollout.renderers.thinking import split_reasoning
 from miles_rollout.renderers.writer import Writer
 

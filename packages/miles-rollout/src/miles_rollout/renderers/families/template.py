@@ -11,11 +11,14 @@ import jinja2
 
 from miles_contracts import InvalidFieldError, Message
 from miles_rollout.parsers import CompletionSyntax, JsonCalls, TaggedSyntax, XmlCalls
-from miles_rollout.renderers.base import BaseRenderer, RenderOptions, Tools, check_history, check_seam
+from miles_rollout.renderers.base import BaseRenderer
 from miles_rollout.renderers.environment import compile_template
-from miles_rollout.renderers.errors import RenderError, RenderRefusedError
+from miles_rollout.renderers.errors import CallOpeningError, RenderError, RenderRefusedError
 from miles_rollout.renderers.folder import ModelFolder
+from miles_rollout.renderers.forced import ForcedCall, force_call
 from miles_rollout.renderers.jsontext import parse_arguments
+from miles_rollout.renderers.protocol import RenderOptions, Tools
+from miles_rollout.renderers.seam import check_history, check_seam
 from miles_rollout.renderers.writer import Writer
 
 _MARKS = ("\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3")  # noncharacters: never assigned, never in exchanged text
@@ -86,15 +89,67 @@ class TemplateRenderer(BaseRenderer):
         """
         if not history_messages and not len(history_ids):
             return self.render(appended, tools)
-        check_history(history_messages, history_ids)
         everything = [*history_messages, *appended]
         mark = self._mark(everything)
-        before, _ = self._text(history_messages, tools, mark, add_generation_prompt=False)
-        after, _ = self._text(everything, tools, mark, add_generation_prompt=True)
+        before = self._before(history_messages, history_ids, tools, mark)
+        out = self._behind(before, history_messages, history_ids, everything, tools, mark, add_generation_prompt=True)
+        return self._checked(out, history_messages, history_ids)
+
+    def render_call(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools,
+        name: str | None = None,
+    ) -> ForcedCall:
+        """As `render_suffix`, with the opening of a call; see `DialectRenderer.render_call`.
+
+        Every try costs a rendering of the history as text.
+
+        Raises:
+            CallOpeningError: it is not known how this template writes calls, or they have no exact opening.
+            InvalidFieldError, RenderError, RenderRefusedError: as `render_suffix`.
+        """
+        if self._syntax.calls is None:
+            raise CallOpeningError("how its template writes calls is not known")
+        everything = [*history_messages, *appended]
+        mark = self._mark(everything)
+        before = self._before(history_messages, history_ids, tools, mark) if len(history_ids) else ""
+
+        def with_turn(turn: Message) -> list[int]:
+            turns = [*everything, turn]
+            if not len(history_ids):
+                return self.render(turns, tools, add_generation_prompt=False)
+            out = self._behind(before, history_messages, history_ids, turns, tools, mark, add_generation_prompt=False)
+            return self._checked(out, history_messages, history_ids)
+
+        return force_call(with_turn, self.vocabulary, tools, name)
+
+    def _before(self, history_messages: Sequence[Message], history_ids: Sequence[int], tools: Tools, mark: str) -> str:
+        """The template's text of a history."""
+        check_history(history_messages, history_ids)
+        return self._text(history_messages, tools, mark, add_generation_prompt=False)[0]
+
+    def _behind(
+        self,
+        before: str,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        everything: Sequence[Message],
+        tools: Tools,
+        mark: str,
+        *,
+        add_generation_prompt: bool,
+    ) -> Writer:
+        """What the text of everything has behind `before`, the text of the history."""
+        after, _ = self._text(everything, tools, mark, add_generation_prompt=add_generation_prompt)
         if not after.startswith(before):
             self._refuse(history_messages, tools, mark, before, after)
         rest = self._rest_of_turn(before, history_ids[-1], len(history_messages) - 1) + after[len(before) :]
-        out = self._encode(rest, mark, after=history_ids[-1])
+        return self._encode(rest, mark, after=history_ids[-1])
+
+    def _checked(self, out: Writer, history_messages: Sequence[Message], history_ids: Sequence[int]) -> list[int]:
         ids = out.ids()
         check_seam(self.vocabulary, history_ids, ids, out.leading, message_index=len(history_messages))
         return ids

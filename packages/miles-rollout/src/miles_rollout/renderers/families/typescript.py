@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_rollout.renderers.base import Tools
 from miles_rollout.renderers.errors import RenderError
 from miles_rollout.renderers.jsontext import to_json
+from miles_rollout.renderers.protocol import Tools
 
 Schema = Mapping[str, Any]
 

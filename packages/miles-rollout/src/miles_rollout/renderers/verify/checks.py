@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from miles_contracts import Message, ToolCall
+from miles_contracts import FunctionCall, Message, ToolCall
 from miles_rollout.parsers import TaggedSyntax
-from miles_rollout.renderers.base import Renderer
-from miles_rollout.renderers.errors import RenderError, RenderRefusedError
+from miles_rollout.renderers.errors import CallOpeningError, RenderError, RenderRefusedError
+from miles_rollout.renderers.forced import ForcedCall
+from miles_rollout.renderers.protocol import Renderer
 from miles_rollout.renderers.verify.controls import CONTROLS
 from miles_rollout.renderers.verify.conversations import Conversation, random_conversations, standard_conversations
 from miles_rollout.renderers.verify.report import Finding, Outcome, Report
@@ -52,6 +54,11 @@ def _differs(renderer: Renderer, version: Renderer, conversation: Conversation) 
             renderer.render(t.history, t.tools) != version.render(t.history, t.tools)
             or renderer.render_suffix(t.history, t.ids, t.appended, t.tools)
             != version.render_suffix(t.history, t.ids, t.appended, t.tools)
+            or (
+                len(t.tools) > 0
+                and renderer.render_call((), (), t.history[:-1], t.tools, _name_of(t.tools[0]))
+                != version.render_call((), (), t.history[:-1], t.tools, _name_of(t.tools[0]))
+            )
             for t in _turns(renderer, conversation)
         )
     except RenderError:
@@ -97,6 +104,17 @@ class _Turn:
     def suffix(self, ids: Sequence[int]) -> list[int]:
         """What the renderer adds to a history."""
         return self.renderer.render_suffix(self.history, ids, self.appended, self.tools)
+
+    def forced(self, name: str | None) -> ForcedCall:
+        """The prompt of this turn with a forced call: behind the history that the turn before left, if there is one."""
+        last = max((i for i, m in enumerate(self.history[:-1]) if m.role == "assistant"), default=-1)
+        before, appended = self.history[: last + 1], self.history[last + 1 : -1]
+        if not before:
+            return self.renderer.render_call((), (), appended, self.tools, name)
+        rendered = self.renderer.render(before, self.tools, add_generation_prompt=False)
+        ids = _up_to_stop(self.renderer, rendered, 0)
+        forced = self.renderer.render_call(before, ids, appended, self.tools, name)
+        return ForcedCall(ids=[*ids, *forced.ids], opening=forced.opening)
 
 
 def _turns(renderer: Renderer, conversation: Conversation) -> Iterable[_Turn]:
@@ -224,6 +242,43 @@ def _literal_text(turn: _Turn) -> str | None:
     return None
 
 
+def _forced_call(turn: _Turn) -> str | None:
+    """A forced call begins with the ids that the call has in a rendering of the whole, and is read back with them."""
+    if not turn.tools:
+        raise _NotApplicableError
+    names = [_name_of(tool) for tool in turn.tools]
+    done = False
+    for name in (*names, None):
+        try:
+            forced = turn.forced(name)
+        except CallOpeningError:  # such a request is refused
+            continue
+        done = True
+        for call in _calls_for(turn, names if name is None else [name]):
+            message = Message(role="assistant", content="", tool_calls=(call,))
+            whole = turn.renderer.render([*turn.history[:-1], message], turn.tools, add_generation_prompt=False)
+            if problem := _difference(turn, forced.ids, whole[: len(forced.ids)]):
+                return problem
+            sampled = _up_to_stop(turn.renderer, whole, len(forced.ids))[len(forced.ids) :]
+            seen = turn.renderer.parse(sampled, turn.tools, opening=forced.opening)
+            if [_call_key(c) for c in seen.tool_calls] != [_call_key(call)] or seen.malformed or seen.content:
+                return f"the forced call {_call_key(call)} is read back as {seen}"
+    if not done:
+        raise _NotApplicableError("this family has no exact opening for these calls: forced choices are refused")
+    return None
+
+
+def _calls_for(turn: _Turn, names: Sequence[str]) -> list[ToolCall]:
+    """The turn's own calls of these tools, and for each tool one with arguments that are hard to write."""
+    odd = json.dumps({"query": '"x" <|y|>\n', "a": 1, "b": -2})
+    made = [ToolCall(id=f"functions.{n}:11", function=FunctionCall(name=n, arguments=odd)) for n in names]
+    return [*(c for c in turn.message.tool_calls if c.function.name in names), *made]
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])
+
+
 _CHECKS: dict[str, Check] = {
     "append-only": _append_only,
     "suffix": _suffix,
@@ -231,6 +286,7 @@ _CHECKS: dict[str, Check] = {
     "forced stop": _forced_stop,
     "views": _views,
     "literal text": _literal_text,
+    "forced call": _forced_call,
 }
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_contracts import MilesError
-from miles_rollout.renderers.base import DialectRenderer, RenderOptions
+from miles_rollout.renderers.base import DialectRenderer
 from miles_rollout.renderers.load import FAMILIES, detect_family, load_renderer
+from miles_rollout.renderers.protocol import RenderOptions
 from miles_rollout.renderers.verify.checks import verify_renderer
 from miles_rollout.renderers.verify.report import aligned
 

@@ -9,7 +9,8 @@ import msgspec
 
 from miles_contracts import Message
 from miles_rollout.parsers import CompletionSyntax, ParsedMessage
-from miles_rollout.renderers.base import Renderer, RenderOptions, Tools
+from miles_rollout.renderers.forced import ForcedCall
+from miles_rollout.renderers.protocol import Renderer, RenderOptions, Tools
 from miles_rollout.renderers.vocabulary import Vocabulary
 
 
@@ -59,8 +60,20 @@ class _Broken:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True) -> ParsedMessage:
-        return self.inner.parse(token_ids, tools, calls=calls)
+    def render_call(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools,
+        name: str | None = None,
+    ) -> ForcedCall:
+        return self.inner.render_call(history_messages, history_ids, appended, tools, name)
+
+    def parse(
+        self, token_ids: Sequence[int], tools: Tools = (), *, calls: bool = True, opening: Sequence[int] = ()
+    ) -> ParsedMessage:
+        return self.inner.parse(token_ids, tools, calls=calls, opening=opening)
 
     def turn_syntax(self) -> CompletionSyntax:
         return self.inner.turn_syntax()
@@ -112,6 +125,15 @@ class _LosesGlue(_Broken):
         return self.inner.render_suffix(history_messages, history_ids, appended, tools)[1:]
 
 
+def _spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> list[int]:
+    """The same text character by character."""
+    out: list[int] = []
+    for token in ids:
+        text = vocabulary.text_of(token)
+        out += [token] if vocabulary.is_added(token) else [i for c in text for i in vocabulary.encode(c)]
+    return out
+
+
 class _SpellsDifferently(_Broken):
     """Encodes the appended part character by character: the same text in other tokens."""
 
@@ -122,11 +144,23 @@ class _SpellsDifferently(_Broken):
         appended: Sequence[Message],
         tools: Tools = (),
     ) -> list[int]:
-        out: list[int] = []
-        for token in self.inner.render_suffix(history_messages, history_ids, appended, tools):
-            text = self.vocabulary.text_of(token)
-            out += [token] if self.vocabulary.is_added(token) else [i for c in text for i in self.vocabulary.encode(c)]
-        return out
+        return _spelled(self.vocabulary, self.inner.render_suffix(history_messages, history_ids, appended, tools))
+
+
+class _SpellsCallsDifferently(_Broken):
+    """Opens a forced call in other tokens than a rendered call has."""
+
+    def render_call(
+        self,
+        history_messages: Sequence[Message],
+        history_ids: Sequence[int],
+        appended: Sequence[Message],
+        tools: Tools,
+        name: str | None = None,
+    ) -> ForcedCall:
+        forced = self.inner.render_call(history_messages, history_ids, appended, tools, name)
+        opening = _spelled(self.vocabulary, forced.opening)
+        return ForcedCall(ids=[*forced.ids[: len(forced.ids) - len(forced.opening)], *opening], opening=opening)
 
 
 CONTROLS: dict[str, Callable[[Renderer], Renderer]] = {
@@ -135,4 +169,5 @@ CONTROLS: dict[str, Callable[[Renderer], Renderer]] = {
     "counts messages in the head": _CountsMessages,
     "loses glue behind a turn": _LosesGlue,
     "same text in other tokens": _SpellsDifferently,
+    "opening of a call in other tokens": _SpellsCallsDifferently,
 }

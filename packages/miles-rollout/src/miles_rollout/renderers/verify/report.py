@@ -15,7 +15,7 @@ class Outcome(StrEnum):
     NOT_APPLICABLE = "-"
 
 
-CHECKS = ("append-only", "suffix", "spelling", "forced stop", "views", "literal text")
+CHECKS = ("append-only", "suffix", "spelling", "forced stop", "views", "literal text", "forced call")
 
 
 @dataclass(frozen=True, kw_only=True)
