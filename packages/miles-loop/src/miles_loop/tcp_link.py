@@ -93,13 +93,13 @@ class Listener:
             proven.set_result(sock)
 
 
-def connect(address: str) -> socket.socket:
-    """The trainer's end: connect to `host:port` and prove the secret of MILES_LINK_SECRET.
+def connect(address: str, secret: str | None = None) -> socket.socket:
+    """The trainer's end: connect to `host:port` and prove the secret, by default that of MILES_LINK_SECRET.
 
     Raises:
         RunError: no secret, nobody there, or somebody who does not know the secret.
     """
-    secret = os.environ.get(SECRET_VARIABLE)
+    secret = secret or os.environ.get(SECRET_VARIABLE)
     if not secret:
         raise RunError("trainer_link", f"{SECRET_VARIABLE} is not set: the driver gives it to the processes it starts")
     host, _, port = address.rpartition(":")

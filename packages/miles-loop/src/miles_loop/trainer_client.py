@@ -30,8 +30,13 @@ _REASONS = {
     "NonFiniteError": "non_finite",
     "CheckpointError": "damaged_checkpoint",
     "InvalidFieldError": "invalid_field",
+    "RankGoneError": "rank_gone",
+    "RankLateError": "rank_late",
+    "RanksDivergedError": "ranks_diverged",
 }
 """Reasons of a run's end by the class of the trainer's error."""
+LOST_GROUP = ("rank_gone", "rank_late", "ranks_diverged")
+"""Those after which the trainer group has to be started again: its weights, or some of its ranks, are lost."""
 
 
 class Incoming(Protocol):
@@ -60,11 +65,13 @@ class TrainerClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.gone = False
-        """Whether the connection broke: whatever fails from then on, the end of the trainer process is behind it."""
+        """Whether the connection broke, or that to another rank: whatever fails from then on, the end of a trainer
+        process is behind it."""
 
     async def start(self, request: link.Start, deadline_s: float) -> int:
         """Load the model; returns its version."""
-        await self._open("the trainer process to connect", deadline_s)
+        if self._writer is None:
+            await self._open("the trainer process to connect", deadline_s)
         return (await self._call(request, link.Started, "the trainer to load its model", deadline_s)).version
 
     async def _open(self, waited_for: str, deadline_s: float) -> None:
@@ -76,6 +83,18 @@ class TrainerClient:
             except TimeoutError:
                 raise DeadlineExceededError(waited_for, deadline_s, "raise engine.start_timeout_s") from None
         self._reader, self._writer = await asyncio.open_connection(sock=sock, limit=2**20)
+
+    async def open_group(self, size: int, host: str, timeout_s: float, deadline_s: float) -> link.GroupOpened:
+        """Have rank 0 be ready for the others of a trainer group; before `start`."""
+        await self._open("the trainer process to connect", deadline_s)
+        request = link.OpenGroup(size=size, host=host, timeout_s=timeout_s)
+        return await self._call(request, link.GroupOpened, "the trainer's rank 0 to listen", deadline_s)
+
+    async def join_group(self, request: link.JoinGroup, deadline_s: float) -> None:
+        """Have another rank connect to rank 0, which is all that the driver says to it."""
+        await self._open(f"trainer rank {request.rank} to connect", deadline_s)
+        await self._call(request, link.Done, f"trainer rank {request.rank} to join its group", deadline_s)
+        await self.stop()
 
     async def train_step(self, groups: Sequence[Group]) -> link.StepDone:
         """One optimiser step."""
@@ -144,12 +163,15 @@ class TrainerClient:
         except ConnectionError:
             pass
         self._writer.close()
+        self._writer = None
 
     async def _call(self, request: link.Request, kind: type[R], waited_for: str, deadline_s: float | None = None) -> R:
         seconds = deadline_s or self._deadline_s
         # A cancelled caller must not leave half a conversation behind: the exchange goes on and its answer is dropped.
         reply = await asyncio.shield(asyncio.create_task(self._exchange(request, waited_for, seconds)))
         if isinstance(reply, link.Failed):
+            # The end of a rank's process is known soon: it is the better reason.
+            self.gone = self.gone or reply.kind == "RankGoneError"
             raise _error_of(reply)
         if not isinstance(reply, kind):
             raise RunError("protocol", f"the trainer process answered {type(reply).__name__}, not {kind.__name__}")

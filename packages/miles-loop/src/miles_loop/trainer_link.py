@@ -3,6 +3,17 @@
 The driver asks, the trainer process answers exactly once. Weights are not in the frames: a `BucketReady` says where
 they are. `TrainStep` carries the groups; `StepDone` returns a digest of every turn the trainer trained
 on, so that the driver can prove that these are the tokens the engine sampled.
+
+The first rank of a larger trainer group asks the others in the same way, as their driver:
+
+    driver                      rank 0                         rank k
+       ---- OpenGroup ------------>
+       <--- GroupOpened -----------   (it listens, on ports that it has bound)
+       ---- JoinGroup --------------------------------------->
+       <--- Done --------------------------------------------   (it has connected to rank 0)
+       ---- Start ---------------->    ---- Start ----------->
+       ---- TrainStep ------------>    ---- TrainShare ------>   (then both sum gradients)
+       <--- StepDone --------------    <--- ShareDone --------
 """
 
 from __future__ import annotations
@@ -41,6 +52,38 @@ class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 300.0
 
 
+class OpenGroup(msgspec.Struct, frozen=True, kw_only=True, tag="open_group"):
+    """Before `Start`, to rank 0: be ready for the other ranks.
+
+    `host` is the address of its machine as they reach it, `timeout_s` how long ranks wait for each other.
+    """
+
+    size: int
+    host: str
+    timeout_s: float
+
+
+class GroupOpened(msgspec.Struct, frozen=True, kw_only=True, tag="group_opened"):
+    """Where the others find rank 0: the port of the group's meeting point, and for each of them an address and the
+    secret that opens it."""
+
+    meeting_port: int
+    addresses: tuple[str, ...]
+    secrets: tuple[str, ...]
+
+
+class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group"):
+    """To another rank: connect to rank 0 and do what it asks; the driver has nothing more to say."""
+
+    rank: int
+    size: int
+    host: str
+    meeting_port: int
+    address: str
+    secret: str
+    timeout_s: float
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """First message: what to train. `config` is the trainer's configuration as plain data."""
 
@@ -73,6 +116,30 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     metrics: dict[str, float]
     turns: list[list[str]]
     routes: list[NDArray[Any] | None] = []
+
+
+class TrainShare(msgspec.Struct, frozen=True, kw_only=True, tag="train_share", eq=False):
+    """Do a rank's part of one optimiser step.
+
+    Attributes:
+        trajectories: n of them, possibly none.
+        advantages, weights: float64 [n] (see `miles_trainer.shares.Share`).
+        num_trained, num_members: of the whole step.
+    """
+
+    trajectories: list[Trajectory]
+    advantages: NDArray[Any]
+    weights: NDArray[Any]
+    num_trained: int
+    num_members: int
+
+
+class ShareDone(msgspec.Struct, frozen=True, kw_only=True, tag="share_done"):
+    """`turns` and `routes` as in `StepDone`, for the trajectories of the share."""
+
+    version: int
+    turns: list[list[str]]
+    routes: list[NDArray[Any] | None]
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
@@ -157,9 +224,21 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Request = (
-    Start | TrainStep | Connect | BeginExport | NextBucket | Acknowledge | ReleaseExport | Save | ExportModel | Stop
+    OpenGroup
+    | JoinGroup
+    | Start
+    | TrainStep
+    | TrainShare
+    | Connect
+    | BeginExport
+    | NextBucket
+    | Acknowledge
+    | ReleaseExport
+    | Save
+    | ExportModel
+    | Stop
 )
-Reply = Started | StepDone | Connected | ExportBegun | BucketReady | Done | Failed
+Reply = GroupOpened | Started | StepDone | ShareDone | Connected | ExportBegun | BucketReady | Done | Failed
 
 
 def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:
@@ -168,6 +247,16 @@ def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:
     return digest(ids + trajectory.logprobs[start:end].tobytes())
 
 
+def turn_digests(trajectory: Trajectory) -> list[str]:
+    """One digest for each turn of a trajectory."""
+    return [turn_digest(trajectory, turn.start, turn.end) for turn in trajectory.turns]
+
+
+def row_digests_of(trajectory: Trajectory) -> NDArray[Any] | None:
+    """Digests of the routing rows of a trajectory, None where there are none."""
+    return None if trajectory.routing is None else row_digests(trajectory.routing.expert_ids)
+
+
 def route_digests(groups: Sequence[Group]) -> list[NDArray[Any] | None]:
     """Digests of the routing rows of every trajectory in order, None where there are none."""
-    return [None if t.routing is None else row_digests(t.routing.expert_ids) for g in groups for t in g]
+    return [row_digests_of(t) for g in groups for t in g]

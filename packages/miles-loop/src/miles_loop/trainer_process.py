@@ -2,36 +2,50 @@
 
 LINK is the number of a connected socket to the driver, or the driver's `host:port`.
 
-It composes the trainer with the sender of weights; requests are answered one after the other.
+It composes the trainer with the sender of weights; requests are answered one after the other. Of a group of several
+ranks each is such a process: rank 0 answers the driver and sends weights, the others answer rank 0.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_contracts import Group, MilesError
 from miles_loop import trainer_link as link
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
-from miles_loop.senders import make_sender
+from miles_loop.senders import WeightSender, make_sender
 from miles_loop.trainer_server import serve_process
+from miles_loop.trainer_team import Team, TrainerMembership, share_request
 from miles_sync.messages import AnyBucket
 from miles_trainer import Trainer
 from miles_trainer.config import TrainerConfig
+from miles_trainer.errors import RankLostError, RanksDivergedError
+from miles_trainer.ranks import Ranks
+from miles_trainer.shares import Share, Step
 
 
 class TrainerService:
-    """State of the process: the trainer, the sender and the update that is being sent."""
+    """State of the process: the trainer, the sender and the update that is being sent.
 
-    def __init__(self, start: link.Start) -> None:
+    Args:
+        start: what to train.
+        ranks: the trainer group.
+        team: the other ranks, where this is the first of several.
+    """
+
+    def __init__(self, start: link.Start, ranks: Ranks | None = None, team: Team | None = None) -> None:
         config = TrainerConfig.model_validate(start.config)
-        self.trainer = Trainer(Path(start.model_path), config, seed=start.seed)
+        self._team = team
+        self.trainer = Trainer(Path(start.model_path), config, seed=start.seed, ranks=ranks)
         if start.checkpoint is not None:
             self.trainer.load(Path(start.checkpoint))
-        self._sender = make_sender(start.sender)
+        if team is not None:
+            self._require_version(team.answers(link.Started), team)
+        self._sender = make_sender(start.sender) if ranks is None or ranks.rank == 0 else None
         self._updates = 0
         self._buckets: Iterator[AnyBucket] = iter(())
         self._update_id = ""
@@ -42,50 +56,122 @@ class TrainerService:
         return self.trainer.version
 
     def close(self) -> None:
-        """Free what the sender holds."""
-        self._sender.close()
+        """Free what the sender holds; the other ranks end."""
+        if self._team is not None:
+            self._team.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def answer(self, request: link.Request) -> link.Reply:
         """Carry out one request."""
+        if self._team is not None:
+            self._team.require_whole()
         match request:
             case link.TrainStep():
                 return self._train(request.groups)
-            case link.Connect():
-                specs = self.trainer.weight_manifest().tensors
-                return link.Connected(offer=self._sender.connect(request.receivers, specs, request.split))
-            case link.BeginExport():
-                return self._begin_export(request.version)
-            case link.NextBucket():
-                self._require_update(request.update_id)
-                return link.BucketReady(bucket=next(self._buckets, None))
-            case link.Acknowledge():
-                self._sender.acknowledge(request.update_id, request.index)
-            case link.ReleaseExport():
-                self._buckets = iter(())
-                self._sender.release(request.update_id)
-                self._update_id = ""
+            case link.TrainShare():
+                return self._train_share(request)
             case link.Save():
                 self.trainer.save(Path(request.directory))
             case link.ExportModel():
                 self.trainer.export_hf(Path(request.directory))
             case _:
+                return self._send(request, self._require_sender())
+        return link.Done()
+
+    def _send(self, request: link.Request, sender: WeightSender) -> link.Reply:
+        """What has to do with weights on their way to the engines."""
+        match request:
+            case link.Connect():
+                specs = self.trainer.weight_manifest().tensors
+                return link.Connected(offer=sender.connect(request.receivers, specs, request.split))
+            case link.BeginExport():
+                return self._begin_export(request.version, sender)
+            case link.NextBucket():
+                self._require_update(request.update_id)
+                return link.BucketReady(bucket=next(self._buckets, None))
+            case link.Acknowledge():
+                sender.acknowledge(request.update_id, request.index)
+            case link.ReleaseExport():
+                self._buckets = iter(())
+                sender.release(request.update_id)
+                self._update_id = ""
+            case _:
                 raise MilesError(f"unexpected request {type(request).__name__}")
         return link.Done()
 
-    def _train(self, groups: list[Group]) -> link.StepDone:
-        turns = [[link.turn_digest(t, turn.start, turn.end) for turn in t.turns] for group in groups for t in group]
-        routes = link.route_digests(groups)
-        metrics = self.trainer.train_step(groups) | self.trainer.timings
-        return link.StepDone(version=self.trainer.version, metrics=metrics, turns=turns, routes=routes)
+    def _require_sender(self) -> WeightSender:
+        if self._sender is None:
+            raise MilesError("only rank 0 of a trainer group sends weights")
+        return self._sender
 
-    def _begin_export(self, version: int) -> link.ExportBegun:
+    def _train(self, groups: list[Group]) -> link.StepDone:
+        step = self.trainer.prepare(groups)
+        team = self._team
+        if team is None:
+            metrics = self.trainer.train(step.shares[0])
+            shared: dict[int, link.ShareDone] = {}
+        else:
+            metrics, shared = self._train_together(step, team)
+        trajectories = [t for group in groups for t in group]
+        # Of what other ranks trained they say themselves what it was.
+        told = {
+            id(t): (turns, rows)
+            for rank, done in shared.items()
+            for t, turns, rows in zip(step.shares[rank].trajectories, done.turns, done.routes, strict=True)
+        }
+        digests = [told.get(id(t)) or (link.turn_digests(t), link.row_digests_of(t)) for t in trajectories]
+        return link.StepDone(
+            version=self.trainer.version,
+            metrics={**metrics, **step.metrics, **self.trainer.timings},
+            turns=[turns for turns, _ in digests],
+            routes=[rows for _, rows in digests],
+        )
+
+    def _train_together(self, step: Step, team: Team) -> tuple[dict[str, float], dict[int, link.ShareDone]]:
+        """This rank's part and that of the others; an error of one has ended the step on all."""
+        team.tell([share_request(share) for share in step.shares[1:]])
+        try:
+            metrics = self.trainer.train(step.shares[0])
+        except (RankLostError, RanksDivergedError) as error:
+            raise team.give_up(error) from error
+        except Exception:
+            team.drop_answers()
+            raise
+        done = team.answers(link.ShareDone)
+        self._require_version(done, team)
+        return metrics, dict(enumerate(done, start=1))
+
+    def _require_version(self, answers: Sequence[link.Started | link.ShareDone], team: Team) -> None:
+        versions = [answer.version for answer in answers]
+        if any(version != self.trainer.version for version in versions):
+            raise team.give_up(
+                RanksDivergedError(f"the other trainer ranks are at versions {versions}, rank 0 at {self.version}")
+            )
+
+    def _train_share(self, request: link.TrainShare) -> link.ShareDone:
+        share = Share(
+            trajectories=tuple(request.trajectories),
+            advantages=request.advantages,
+            weights=request.weights,
+            num_trained=request.num_trained,
+            num_members=request.num_members,
+        )
+        self.trainer.train(share)
+        return link.ShareDone(
+            version=self.trainer.version,
+            turns=[link.turn_digests(t) for t in share.trajectories],
+            routes=[link.row_digests_of(t) for t in share.trajectories],
+        )
+
+    def _begin_export(self, version: int, sender: WeightSender) -> link.ExportBegun:
         if version != self.trainer.version:
             raise MilesError(f"asked to export version {version}, the trainer has {self.trainer.version}")
         self._updates += 1
         # Unique for ever: an engine may outlive this process and must not take our first update for an old one.
         self._update_id = f"v{version}-{self._updates}-{secrets.token_hex(4)}"
         manifest = self.trainer.weight_manifest()
-        self._buckets = iter(self._sender.send(self.trainer.export_weights(), manifest, self._update_id))
+        self._buckets = iter(sender.send(self.trainer.export_weights(), manifest, self._update_id))
         return link.ExportBegun(update_id=self._update_id, manifest=manifest)
 
     def _require_update(self, update_id: str) -> None:
@@ -95,7 +181,8 @@ class TrainerService:
 
 def main() -> None:
     """Serve the driver that the first argument names."""
-    serve_process(sys.argv[1], TrainerService)
+    membership = TrainerMembership()
+    serve_process(sys.argv[1], lambda start: TrainerService(start, *membership.meet(start)), membership)
 
 
 if __name__ == "__main__":

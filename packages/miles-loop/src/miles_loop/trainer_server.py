@@ -5,6 +5,7 @@ An error of a request is an answer; only a broken connection or `Stop` ends the 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from miles_contracts import MilesError, WeightUpdateError, wire
 from miles_loop import trainer_link as link
 from miles_loop.tcp_link import connect
 
+_log = logging.getLogger(__name__)
 _HEADER_BYTES = 32
 
 
@@ -35,6 +37,16 @@ class Service(Protocol):
         """The conversation is over."""
 
 
+class Membership(Protocol):
+    """What a process has to do with a trainer group before it is told to start."""
+
+    def before(self, request: link.Request) -> link.Reply:
+        """Answer a request that comes first."""
+
+    def next_driver(self) -> socket.socket | None:
+        """Who tells this process what to do once the driver has hung up before `Start`."""
+
+
 class Connection:
     """Frames over a blocking socket."""
 
@@ -43,6 +55,11 @@ class Connection:
 
     def receive(self) -> link.Request | None:
         """The next request; None when the driver has closed the connection."""
+        frame = self.receive_frame()
+        return None if frame is None else wire.decode(frame, link.Request)  # type: ignore[arg-type]
+
+    def receive_frame(self) -> bytearray | None:
+        """The next frame; None when the other side has closed the connection."""
         header = self._read(_HEADER_BYTES)
         if header is None:
             return None
@@ -54,11 +71,11 @@ class Connection:
             if not count:
                 return None
             view = view[count:]
-        return wire.decode(buffer, link.Request)  # type: ignore[arg-type]
+        return buffer
 
-    def send(self, reply: link.Reply) -> None:
-        """Send one reply."""
-        self._socket.sendall(wire.encode(reply))
+    def send(self, message: link.Reply | link.Request) -> None:
+        """Send one frame."""
+        self._socket.sendall(wire.encode(message))
 
     def _read(self, count: int) -> bytes | None:
         data = b""
@@ -70,12 +87,13 @@ class Connection:
         return data
 
 
-def serve(connection: Connection, start: Callable[[link.Start], Service]) -> None:
-    """Answer until the driver says stop or is gone.
+def serve(connection: Connection, start: Callable[[link.Start], Service], membership: Membership | None = None) -> bool:
+    """Answer until the driver says stop or is gone; returns whether it said so.
 
     Args:
         connection: to the driver.
         start: makes the service of a `Start` request.
+        membership: answers what comes before it.
     """
     service: Service | None = None
     try:
@@ -85,7 +103,9 @@ def serve(connection: Connection, start: Callable[[link.Start], Service]) -> Non
                     service = start(request)
                     reply: link.Reply = link.Started(version=service.version)
                 elif service is None:
-                    raise MilesError("the first request must be start")
+                    if membership is None:
+                        raise MilesError("the first request must be start")
+                    reply = membership.before(request)
                 else:
                     reply = service.answer(request)
             except Exception as error:  # noqa: BLE001 - request boundary: every error is an answer
@@ -93,6 +113,7 @@ def serve(connection: Connection, start: Callable[[link.Start], Service]) -> Non
                 message = error.reason if isinstance(error, WeightUpdateError) else str(error)
                 reply = link.Failed(kind=type(error).__name__, message=message)
             connection.send(reply)
+        return request is not None
     finally:
         try:
             # The driver says stop and sends SIGTERM right after: closing must not be cut short by the second.
@@ -103,24 +124,39 @@ def serve(connection: Connection, start: Callable[[link.Start], Service]) -> Non
                 service.close()
 
 
+def _serve_first_rank(sock: socket.socket, start: Callable[[link.Start], Service]) -> None:
+    """Serve rank 0 of the trainer group; when that is lost, wait to be ended too: its end is the one to be reported."""
+    try:
+        with sock:
+            ended = serve(Connection(sock), start)
+    except ConnectionError as error:
+        _log.warning("rank 0 of the trainer group is lost: %s", error)
+        ended = False
+    if not ended:
+        signal.pause()
+
+
 def _end_in_order(*_: object) -> NoReturn:
     """SIGTERM: unwind once; another one must not interrupt the unwinding."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
 
-def serve_process(where: str, start: Callable[[link.Start], Service]) -> NoReturn:
+def serve_process(where: str, start: Callable[[link.Start], Service], membership: Membership | None = None) -> NoReturn:
     """Serve the driver, then end the process; SIGTERM ends it in order too.
 
     Args:
         where: number of a connected socket that was inherited, or `host:port` of the driver (see `tcp_link`).
         start: makes the service of a `Start` request.
+        membership: of a process that may be a rank of a trainer group.
     """
     signal.signal(signal.SIGTERM, _end_in_order)
     status = 1
     try:
         with socket.socket(fileno=int(where)) if where.isdigit() else connect(where) as sock:
-            serve(Connection(sock), start)
+            serve(Connection(sock), start, membership)
+        if membership is not None and (first := membership.next_driver()) is not None:
+            _serve_first_rank(first, start)
         status = 0
     except SystemExit:
         status = 0

@@ -111,6 +111,26 @@ class OneRank:
         """Nothing is counted."""
 
 
+def meeting_point(host: str, port: int | None = None, *, timeout_s: float) -> Any:
+    """The store in which the ranks of a group find each other; its `port` is where.
+
+    Args:
+        host: address of rank 0's machine.
+        port: where rank 0 serves it; None serves it here, on a port that was free.
+        timeout_s: for the others to reach it, and for every wait on it.
+
+    Raises:
+        RankLateError: nobody serves it there.
+    """
+    wait = timedelta(seconds=timeout_s)
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port or 0, is_master=port is None, timeout=wait, wait_for_workers=False
+        )
+    except dist.DistError as error:
+        raise RankLateError(f"rank 0 of the trainer group cannot be reached at {host}:{port}: {error}") from error
+
+
 class _Problem(msgspec.Struct, frozen=True):
     """What a rank that failed tells the others."""
 

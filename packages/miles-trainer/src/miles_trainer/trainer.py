@@ -98,7 +98,9 @@ class Trainer:
             NonFiniteError, RankFailedError: model, optimiser and version are unchanged, on every rank.
             RankLostError, RanksDivergedError: the group is of no more use.
         """
-        return self.backend.train(self._batch(share))
+        with self.backend.ranks.alone("its micro-batches"):
+            batch = self._batch(share)
+        return self.backend.train(batch)
 
     def _warn_of_truncated_sampling(self, credit: Credit) -> None:
         """Say once that sampling left out part of the distribution whose log-probs are trained."""
