@@ -9,9 +9,9 @@ import pytest
 
 from miles_contracts import SamplingParams
 from miles_loop.audit import EngineRecords
-from miles_loop.fleet import choose_ports
 from miles_loop.gateway import Gateway, gateway_spec
-from miles_loop.processes import ChildProcess
+from miles_loop.ports import choose_ports
+from miles_loop.serving import ServingChild
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.router import RouterConfig
 
@@ -25,10 +25,10 @@ def prompt(session: int) -> list[int]:
 
 
 async def test_sessions_of_a_mixed_fleet_get_the_answers_of_their_engines(dense, tmp_path: Path) -> None:
-    port, metrics_port = choose_ports("127.0.0.1", 0, 2)
     front = Gateway(
-        ChildProcess(gateway_spec("127.0.0.1", port, metrics_port), tmp_path / "router.log"),
-        f"http://127.0.0.1:{port}",
+        ServingChild(
+            lambda ports: gateway_spec("127.0.0.1", *ports), tmp_path / "router.log", choose_ports("127.0.0.1", 0, 2)
+        ),
         deadlines=Deadlines(generate=120.0),
         start_timeout_s=120.0,
         restarts=0,

@@ -30,6 +30,7 @@ class Child:
 
     def __init__(self, server: Server, *, lives: bool = True) -> None:
         self.name, self.log = "evaluation-engine-0", Path("none.log")
+        self.url = None
         self.running = False
         self.starts = 0
         self.crashes = 0
@@ -47,6 +48,9 @@ class Child:
     async def died(self) -> ProcessDiedError:
         await self._ended.wait()
         return self.death()
+
+    async def displaced(self) -> bool:
+        return False
 
     def crash(self, why: str) -> None:
         self.crashes += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from miles_contracts import (
     EngineUnavailableError,
     GenerateResult,
-    InvalidFieldError,
     PauseMode,
     SamplingParams,
     ShmBucket,
@@ -24,7 +22,7 @@ from miles_contracts import (
 )
 from miles_loop.audit import EngineRecords
 from miles_loop.errors import ProcessDiedError, RunError
-from miles_loop.fleet import Fleet, choose_ports
+from miles_loop.fleet import Fleet
 from miles_rollout.engine_identity import EngineIdentity, EngineKind
 from miles_sync import Expect
 
@@ -113,6 +111,7 @@ class Process:
         self.name = engine.url
         self.starts = 0
         self.url: str | None = None
+        self.robbed = False
         self._engine = engine
         self._ended = asyncio.Event()
 
@@ -127,12 +126,17 @@ class Process:
         await self._ended.wait()
         return self.death()
 
+    async def displaced(self) -> bool:
+        return self.robbed
+
     def crash(self, why: str) -> None:
         self._engine.dead = True
         self._ended.set()
 
     async def start(self) -> None:
         self.starts += 1
+        if self.robbed:
+            self.url, self.robbed = f"{self.name}:moved", False
         self._ended.clear()
         self._engine.dead, self._engine.version = False, None
 
@@ -232,6 +236,18 @@ async def test_a_dead_engine_comes_back_with_the_weights_of_now(scenes: list[Sce
     await until(lambda: "http://e0 serves again" in " ".join(scene.events))
     assert (scene.fleet.restarts, scene.processes[0].starts) == (1, 1)
     assert not scene.fleet.router.quarantined
+
+
+async def test_a_port_that_somebody_took_before_the_engine_was_up_costs_no_restart(scenes: list[Scene]) -> None:
+    scene = Scene(2, restarts=0)
+    scenes.append(scene)
+    scene.processes[0].crash("its port is taken")
+    scene.processes[0].robbed = True
+    await scene.start()
+    assert [e.address for e in scene.engines] == ["http://e0:moved", "http://e1"]
+    assert [e.version for e in scene.engines] == [0, 0]
+    assert (scene.processes[0].starts, scene.fleet.restarts) == (1, 0)
+    assert "another program listens on its port" in scene.events[0]
 
 
 async def test_an_engine_that_comes_back_elsewhere_is_called_there(scenes: list[Scene]) -> None:
@@ -395,17 +411,3 @@ async def test_a_flush_reaches_the_engines_that_are_up(scenes: list[Scene]) -> N
     await scene.start()
     await scene.fleet.flush()
     assert [e.flushed for e in scene.engines] == [1, 1]
-
-
-def test_ports_are_free_ones_or_those_that_were_asked_for() -> None:
-    free = choose_ports("127.0.0.1", 0, 3)
-    assert len(set(free)) == 3
-    assert choose_ports("127.0.0.1", free[0], 1) == [free[0]]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(InvalidFieldError, match=r"engine\.port"):
-            choose_ports("127.0.0.1", port, 1)
-    with pytest.raises(InvalidFieldError, match=r"engine\.host"):
-        choose_ports("192.0.2.1", 0, 1)
-    with pytest.raises(InvalidFieldError, match=r"engine\.port"):
-        choose_ports("127.0.0.1", 65535, 2)

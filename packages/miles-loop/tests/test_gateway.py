@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from miles_loop.command import TRAIN_FLAGS
 from miles_loop.config import RunConfig
 from miles_loop.errors import ProcessDiedError
 from miles_loop.gateway import Gateway, gateway_spec, require_router
-from miles_loop.processes import ChildProcess, ProcessSpec
+from miles_loop.ports import choose_ports
+from miles_loop.processes import ProcessSpec
+from miles_loop.serving import ServingChild
 from miles_rollout.engine_client import Deadlines
 from miles_rollout.router import gateway
 
@@ -58,9 +61,13 @@ def test_the_process_listens_where_it_is_told() -> None:
 
 
 def made(tmp_path: Path, module: str, events: list[str], **options: Any) -> Gateway:
-    process = ChildProcess(ProcessSpec(name="router", module=module), tmp_path / "router.log")
+    process = ServingChild(
+        lambda ports: ProcessSpec(name="router", module=module, arguments=(str(ports[0]),)),
+        tmp_path / "router.log",
+        choose_ports("127.0.0.1", 0, 1),
+    )
     values: dict[str, Any] = {"start_timeout_s": 60.0, "restarts": 1} | options
-    return Gateway(process, "http://127.0.0.1:9", deadlines=Deadlines(), on_event=events.append, **values)
+    return Gateway(process, deadlines=Deadlines(), on_event=events.append, **values)
 
 
 async def test_one_that_does_not_start_is_named_and_given_up(tmp_path: Path) -> None:
@@ -81,3 +88,21 @@ async def test_one_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceededError, match=r"sglang-router.*router\.log"):
         await asyncio.gather(front.process.start(), front.wait_ready())
     await front.close(1.0)
+
+
+async def test_the_real_one_starts_again_elsewhere_when_a_port_is_taken_meanwhile(tmp_path: Path) -> None:
+    pytest.importorskip("sglang_router")
+    ports, events = choose_ports("127.0.0.1", 0, 2), list[str]()
+    process = ServingChild(lambda numbers: gateway_spec("127.0.0.1", *numbers), tmp_path / "router.log", ports)
+    front = Gateway(process, deadlines=Deadlines(), on_event=events.append, start_timeout_s=60.0, restarts=0)
+    await process.start()
+    pid = process.pid
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", ports[1].number))
+        thief.listen()
+        await front.wait_ready()
+        assert process.running
+        assert process.pid != pid
+    assert any("another program listens on its port" in event for event in events)
+    await front.close(5.0)

@@ -7,16 +7,18 @@ evaluation curve and never the run.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from miles_loop.errors import RunError
 from miles_loop.processes import Process
+from miles_loop.serving import until_healthy
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.evaluation import EvaluationSkippedError
 from miles_rollout.router import Router, RouterConfig
 
-_POLL_S = 0.05
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -82,10 +84,7 @@ class EvaluationEngines:
             await process.start()
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await client.healthy():
-                    if process is not None and not process.running:
-                        raise process.death()
-                    await asyncio.sleep(_POLL_S)
+                await until_healthy(client, process, _log.warning)
         except TimeoutError:
             if process is not None:
                 process.crash("it hung")  # the next evaluation starts it afresh

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miles_contracts import DeadlineExceededError, InvalidFieldError, PauseMode, WeightUpdateError
+from miles_contracts import DeadlineExceededError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords
 from miles_loop.errors import RunError
 from miles_loop.gateway import Gateway
@@ -21,12 +20,12 @@ from miles_loop.late import ATTACHED_LATE_S, PROCESS_LATE_S, said_when_late
 from miles_loop.lockstep import Lockstep
 from miles_loop.processes import Process
 from miles_loop.routing import LocalRouting, Routing
+from miles_loop.serving import until_healthy
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
 from miles_sync import Expect, FleetFencedError, LogprobCanary, Phase, UpdateReport, UpdateSource, update_weights
 
-_POLL_S = 0.05
 _UPDATE_TRIES = 3
 _PROBE = (5, 6, 7, 8, 9, 10, 11)
 """Tokens that the canary continues: every vocabulary has them."""
@@ -160,10 +159,7 @@ class Fleet:
         text += f"; waiting up to {self._start_timeout_s:g} s (engine.start_timeout_s)"
         try:
             async with said_when_late(self._on_event, text, after_s), asyncio.timeout(self._start_timeout_s):
-                while not await slot.client.healthy():
-                    if slot.process is not None and not slot.process.running:
-                        raise slot.process.death()
-                    await asyncio.sleep(_POLL_S)
+                await until_healthy(slot.client, slot.process, self._on_event)
         except TimeoutError:
             where = f"see {slot.process.log}" if slot.process is not None else "is it running?"
             raise DeadlineExceededError(
@@ -286,8 +282,6 @@ class Fleet:
             self._on_event(f"engine {slot.process.name} {death.how}; starting it again")
             try:
                 await slot.process.start()
-                if slot.process.url is not None:
-                    await slot.client.move_to(slot.process.url)
                 await self._wait_ready(slot)
                 await self._revive(slot)
             except (RunError, DeadlineExceededError, WeightUpdateError) as error:
@@ -361,25 +355,3 @@ class Fleet:
             await self._gateway.close(stop_timeout_s)
         await asyncio.gather(*(slot.client.close() for slot in self._slots))
         await asyncio.gather(*(s.process.stop(stop_timeout_s) for s in self._slots if s.process is not None))
-
-
-def choose_ports(host: str, first: int, count: int) -> list[int]:
-    """`count` ports to listen on: `first`, `first` + 1 ... or free ones when `first` is 0.
-
-    Raises:
-        InvalidFieldError: a port that was asked for is taken, or the host is not this machine's.
-    """
-    wanted = [0] * count if first == 0 else [first + i for i in range(count)]
-    servers: list[socket.socket] = []
-    try:
-        for port in wanted:
-            try:
-                servers.append(socket.create_server((host, port)))
-            except (OSError, OverflowError) as error:
-                what = f"{host}:{port}"
-                remedy = "cannot be listened on; set engine.port to a free port, or to 0"
-                raise InvalidFieldError("engine.port" if port else "engine.host", what, f"{remedy} ({error})") from None
-        return [server.getsockname()[1] for server in servers]
-    finally:
-        for server in servers:
-            server.close()

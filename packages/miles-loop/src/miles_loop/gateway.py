@@ -11,6 +11,7 @@ from miles_loop.config import RouterKind, RunConfig, RuntimeKind
 from miles_loop.errors import RunError
 from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.processes import Process, ProcessSpec
+from miles_loop.serving import start_elsewhere
 from miles_rollout.engine_client import Deadlines
 from miles_rollout.router import RouterConfig
 from miles_rollout.router.gateway import (
@@ -56,8 +57,7 @@ class Gateway:
     """The running process.
 
     Args:
-        process: of sglang-router.
-        url: where it listens.
+        process: of sglang-router, with the address that it has first.
         deadlines: longest waits of turns.
         start_timeout_s: of its start.
         restarts: how often it is started again.
@@ -67,7 +67,6 @@ class Gateway:
     def __init__(
         self,
         process: Process,
-        url: str,
         *,
         deadlines: Deadlines,
         start_timeout_s: float,
@@ -75,8 +74,9 @@ class Gateway:
         on_event: Callable[[str], None],
     ) -> None:
         self.process = process
-        self._client = GatewayClient(url, deadlines=deadlines)
-        self._workers = Workers(url)
+        assert process.url is not None
+        self._client = GatewayClient(process.url, deadlines=deadlines)
+        self._workers = Workers(process.url)
         self._start_timeout_s = start_timeout_s
         self._restarts_left = restarts
         self._on_event = on_event
@@ -114,13 +114,22 @@ class Gateway:
                 said_when_late(self._on_event, text, PROCESS_LATE_S),
                 asyncio.timeout(self._start_timeout_s),
             ):
+                await self._follow()
                 while not await self._workers.ready():
                     if not self.process.running:
-                        raise self.process.death()
+                        await start_elsewhere(self.process, self._on_event)
+                    await self._follow()
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             remedy = f"see {self.process.log}, or raise engine.start_timeout_s"
             raise DeadlineExceededError("sglang-router", self._start_timeout_s, remedy) from None
+
+    async def _follow(self) -> None:
+        """Ask where the process is now."""
+        url = self.process.url
+        if url is not None and url != self._client.address:
+            await self._client.move_to(url)
+            await self._workers.move_to(url)
 
     async def watch(self) -> RunError:
         """Start it again whenever it dies; returns the reason when that is no longer allowed."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from miles_loop.fleet import choose_ports
+from miles_loop.ports import choose_ports
 from miles_loop.processes import ChildProcess, Process, ProcessSpec
+from miles_loop.serving import ServingChild
 from miles_loop.trainer_client import Incoming
 
 EngineSpec = Callable[[int, str, int], ProcessSpec]
@@ -67,14 +68,16 @@ class LocalHost:
         logs: folder of the processes' logs.
         address: that the engines listen on.
         port: first port, 0 for free ones.
+        moves: an engine whose free port somebody has taken after all gets another one.
     """
 
     notice_s = 2.0
 
-    def __init__(self, logs: Path, address: str, port: int) -> None:
+    def __init__(self, logs: Path, address: str, port: int, *, moves: bool = True) -> None:
         self._logs = logs
         self._address = address
         self._port = port
+        self._moves = moves and port == 0
         self._engines = 0
 
     async def open(self, *, engines: int, trainer: bool) -> None:
@@ -88,7 +91,7 @@ class LocalHost:
         return HostedTrainer(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
-        """Children that listen on ports which are free now.
+        """Children that listen on ports which are kept for them.
 
         Raises:
             InvalidFieldError: a port that was asked for is taken.
@@ -97,12 +100,12 @@ class LocalHost:
         if not self._engines:
             return made
         for index, port in enumerate(choose_ports(self._address, self._port, self._engines)):
-            process = spec(index, self._address, port)
-            made.append(
-                HostedEngine(
-                    f"http://{self._address}:{port}", ChildProcess(process, self._logs / f"{process.name}.log")
-                )
-            )
+
+            def make(numbers: Sequence[int], index: int = index) -> ProcessSpec:
+                return spec(index, self._address, numbers[0])
+
+            process = ServingChild(make, self._logs / f"{make([port.number]).name}.log", [port], moves=self._moves)
+            made.append(HostedEngine(process.url, process))
         return made
 
     def trainer_address(self) -> str | None:

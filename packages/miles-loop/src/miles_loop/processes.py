@@ -98,6 +98,9 @@ class Process(Protocol):
     async def start(self) -> None:
         """Start it, again when it has ended."""
 
+    async def displaced(self) -> bool:
+        """Whether it ended and somebody else serves where it should: started again, it moves."""
+
     async def died(self) -> ProcessDiedError:
         """Wait until it ends without having been told to; never returns for a stopped one."""
 
@@ -137,8 +140,12 @@ class ChildProcess:
 
     @property
     def url(self) -> str | None:
-        """None: it starts again where it was."""
+        """None: nobody calls it (see `miles_loop.serving`)."""
         return None
+
+    async def displaced(self) -> bool:
+        """Never: it has no address."""
+        return False
 
     @property
     def pid(self) -> int:

@@ -19,13 +19,15 @@ from miles_loop import trainer_link as link
 from miles_loop.audit import EngineRecords
 from miles_loop.config import EngineConfig, RouterKind, RunConfig, RuntimeKind
 from miles_loop.errors import ProcessDiedError
-from miles_loop.fleet import Fleet, choose_ports
+from miles_loop.fleet import Fleet
 from miles_loop.gateway import Gateway, gateway_spec, require_router
 from miles_loop.hosts import Host, LocalHost
 from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.models import num_experts, num_layers
-from miles_loop.processes import ChildProcess, Process, ProcessSpec
+from miles_loop.ports import choose_ports
+from miles_loop.processes import Process, ProcessSpec
 from miles_loop.run_folder import RunFolder
+from miles_loop.serving import ServingChild
 from miles_loop.sglang_engine import require_sglang, sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
@@ -101,7 +103,9 @@ def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Calla
         from miles_loop.ray_runtime.host import RayHost
 
         return RayHost(config, folder, model, on_event)
-    return LocalHost(folder.logs, config.engine.host, config.engine.port)
+    # SGLang's router knows engines by the addresses of their first start.
+    moves = config.engine.router is RouterKind.OWN
+    return LocalHost(folder.logs, config.engine.host, config.engine.port, moves=moves)
 
 
 class Runtime:
@@ -180,10 +184,11 @@ class Runtime:
     def _make_gateway(self) -> Gateway:
         config = self._config
         here = "127.0.0.1"
-        port, metrics_port = choose_ports(here, 0, 2)
+        process = ServingChild(
+            lambda ports: gateway_spec(here, *ports), self._folder.logs / "router.log", choose_ports(here, 0, 2)
+        )
         return Gateway(
-            ChildProcess(gateway_spec(here, port, metrics_port), self._folder.logs / "router.log"),
-            f"http://{here}:{port}",
+            process,
             deadlines=Deadlines(generate=config.rollout.timeout_s),
             start_timeout_s=config.engine.start_timeout_s,
             restarts=config.engine.restarts,

@@ -3,8 +3,9 @@
     no actor --reserve--> placed --start--> running --(child ends)--> placed
                  ^                              `---(actor or node lost)--> no actor
 
-A child that ended is started again by the same actor, at the same address. When the actor is lost, alone or with its
-node, a new one is placed in the same bundle, which Ray moves to another node when it has to; the address then changes.
+A child that ended is started again by the same actor, at the same address unless somebody else listens there now.
+When the actor is lost, alone or with its node, a new one is placed in the same bundle, which Ray moves to another node
+when it has to; the address then changes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Settled:
 MakeActor = Callable[[], Any]
 """Asks Ray for a supervisor in the process's bundle; returns its handle at once."""
 Settle = Callable[[Any, Place], Awaitable[Settled]]
-"""(actor, where it is) -> what to run there; called anew for every new actor, and free to refuse a node."""
+"""(actor, where it is) -> what to run there; called anew for every new actor and when somebody has taken its port, and
+free to refuse a node."""
 Nodes = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 """The nodes of the cluster, as `ray.nodes()` describes them."""
 
@@ -129,6 +131,8 @@ class ActorProcess:
         """
         try:
             await self.reserve()
+            if await self.displaced():
+                self._settled = await self._settle(self._actor, self.place)
         except InvalidFieldError as error:
             if self._ended is None:
                 raise
@@ -172,6 +176,15 @@ class ActorProcess:
         except OSError:
             return ""
         return "\n".join(lines[-TAIL_LINES:])
+
+    async def displaced(self) -> bool:
+        """Whether it ended and somebody else listens where it should; not known of a lost actor."""
+        if self._actor is None:
+            return False
+        try:
+            return bool(await self._actor.displaced.remote())
+        except RayActorError:
+            return False
 
     async def died(self) -> ProcessDiedError:
         """Wait until it ends without having been told to; never returns for a stopped one."""

@@ -96,7 +96,7 @@ class RayHost:
                     await self._trainer_placed.wait()
                     assert self._trainer_actor is not None
                     await require_shared_memory(self._trainer_actor, (actor, place), self._config.sync.directory)
-                port = await actor.free_port.remote(place.host)
+                port = await actor.keep_port.remote(place.host)
                 made = self._with_environment(spec(index, place.host, port), {})
                 return Settled(made, f"http://{join_address(place.host, port)}")
 

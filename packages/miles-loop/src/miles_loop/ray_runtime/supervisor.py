@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from miles_loop.ports import Port
 from miles_loop.processes import ChildProcess, ProcessSpec
 
 
@@ -43,15 +44,23 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
+        self._port: Port | None = None
 
     async def place(self) -> Place:
         """Where this actor is."""
         return Place(ray.get_runtime_context().get_node_id(), node_address(), socket.gethostname(), os.getpid())
 
-    async def free_port(self, host: str) -> int:
-        """A port that nothing on this node listens on now."""
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-            return int(server.getsockname()[1])
+    async def keep_port(self, host: str) -> int:
+        """A port of this node that is kept for the child, instead of the one that was kept before."""
+        if self._port is not None:
+            self._port.close()
+        self._port = Port(host)
+        return self._port.number
+
+    async def displaced(self) -> bool:
+        """Whether the child has ended and somebody else listens on its port."""
+        running = self._child is not None and self._child.running
+        return not running and self._port is not None and self._port.taken()
 
     async def missing(self, paths: list[str]) -> list[str]:
         """Those of the paths that cannot be seen from this node."""

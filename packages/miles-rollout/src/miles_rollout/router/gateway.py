@@ -109,6 +109,10 @@ class Workers:
         """Close the connection pool; idempotent."""
         await self._http.close()
 
+    async def move_to(self, url: str) -> None:
+        """The process was started again and answers at `url` from now on."""
+        await self._http.move_to(url)
+
     async def ready(self) -> bool:
         """Whether the process answers."""
         try:
