@@ -165,6 +165,23 @@ def test_labels_are_checked_as_each_reward_needs(model: Path, tmp_path: Path) ->
     assemble(model, "--task", str(prompts), *own, "--task.eval_size", "1")
 
 
+def test_labels_for_training_and_for_evaluation_are_reported_together(model: Path, tmp_path: Path) -> None:
+    prompts, held_out = tmp_path / "prompts.jsonl", tmp_path / "held_out.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b", "label": "4"}\n{"prompt": "c", "label": "x"}\n')
+    held_out.write_text('{"prompt": "d"}\n')
+    rewards = ("--task", str(prompts), "--task.reward", "exact", "--task.eval_reward", "numeric")
+    with pytest.raises(TaskFileError) as caught:
+        assemble(model, *rewards, "--task.eval_size", "1")
+    assert [number for number, _ in caught.value.problems] == [1, 3]
+    assert "line 1: it has no label (task reward 'exact'" in str(caught.value)
+    assert "line 3: there is no number in the label 'x' (task reward 'numeric'" in str(caught.value)
+    with pytest.raises(TaskFileError) as caught:
+        assemble(model, *rewards, "--task.eval_path", str(held_out))
+    assert f"{prompts}: 1 bad line(s)" in str(caught.value)
+    assert f"{held_out}: 1 bad line(s)" in str(caught.value)
+    assert [error.path for error in caught.value.others] == [held_out]
+
+
 def test_a_split_trains_on_what_it_does_not_hold_out() -> None:
     tasks = make_tasks(config_for(RECIPE, parse(["--task.eval_size", "5"], TRAIN_FLAGS)).task, seed=1)
     assert tasks.held_out is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from miles_contracts import (
@@ -23,7 +25,7 @@ from miles_rollout.episodes import GroupReward, WorkerConfig
 from miles_rollout.filters import reward_variance, user_filter
 from miles_rollout.ledger import Ledger, UnusedPolicy
 from miles_rollout.scheduler import Granularity, Scheduler
-from miles_rollout.tasks import JsonlTasks, LabelCheck, ReasoningGymTasks, Split, TaskSource
+from miles_rollout.tasks import JsonlTasks, ReasoningGymTasks, Split, TaskFileError, TaskSource
 from miles_rollout.worker import RolloutWorker
 
 _NO_SIGNAL = "no_signal"
@@ -52,25 +54,32 @@ def make_tasks(config: TaskConfig, seed: int) -> Tasks:
     assert path is not None  # the configuration has checked it
     label = label_check(config, config.reward)
     held_out_label = label_check(config, config.eval_reward or config.reward)
-    same = config.eval_reward in (None, config.reward)
-    # The whole file at once where one check is right for all of it, so that all bad lines are named together.
-    whole = same or config.eval_path is not None or not config.eval_size
-    everything = JsonlTasks(
-        path,
-        seed=seed,
-        shuffle=config.shuffle,
-        system_prompt=config.system_prompt,
-        check_label=label if whole else None,
-    )
-    if config.eval_path is not None:
-        held_out = JsonlTasks(
-            config.eval_path,
+
+    def read(last: int = 0) -> TaskSource:
+        return JsonlTasks(
+            path,
+            seed=seed,
+            shuffle=config.shuffle,
+            system_prompt=config.system_prompt,
+            check_label=label,
+            last=last,
+            check_last=held_out_label,
+        )
+
+    def read_held_out(file: Path) -> TaskSource:
+        return JsonlTasks(
+            file,
             shuffle=False,
             system_prompt=config.system_prompt,
             limit=config.eval_size or None,
             check_label=held_out_label,
         )
+
+    if config.eval_path is not None:
+        everything, held_out = _both(read, partial(read_held_out, config.eval_path))
         return Tasks(everything, held_out if config.eval_size else None)
+    # All of the file at once, so that all bad lines are named together.
+    everything = read(config.eval_size)
     if not config.eval_size:
         return Tasks(everything, None)
     left = everything.size - config.eval_size
@@ -81,18 +90,25 @@ def make_tasks(config: TaskConfig, seed: int) -> Tasks:
             f"{path} has {everything.size} prompts; hold out fewer, or give task.eval_path",
         )
 
-    def part(check: LabelCheck | None, *, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
+    def part(*, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
         return JsonlTasks(
-            path,
-            seed=seed,
-            shuffle=shuffle,
-            system_prompt=config.system_prompt,
-            skip=skip,
-            limit=limit,
-            check_label=check,
+            path, seed=seed, shuffle=shuffle, system_prompt=config.system_prompt, skip=skip, limit=limit
         )
 
-    return Tasks(part(label, shuffle=config.shuffle, limit=left), part(held_out_label, shuffle=False, skip=left))
+    return Tasks(part(shuffle=config.shuffle, limit=left), part(shuffle=False, skip=left))
+
+
+def _both(first: Callable[[], TaskSource], second: Callable[[], TaskSource]) -> tuple[TaskSource, TaskSource]:
+    """Both files, or what is wrong with both of them."""
+    try:
+        made = first()
+    except TaskFileError as error:
+        try:
+            second()
+        except TaskFileError as other:
+            raise TaskFileError(error.path, error.problems, other) from None
+        raise
+    return made, second()
 
 
 def _gym_tasks(config: TaskConfig, seed: int) -> Tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,3 +135,20 @@ def test_only_labels_of_used_items_are_checked(tmp_path: Path) -> None:
         JsonlTasks(path, limit=2, check_label=exact_label)
     with pytest.raises(TaskFileError, match=r"line 3: the label must be text or a number, got bool"):
         JsonlTasks(path, skip=1, check_label=exact_label)
+
+
+def test_the_labels_at_the_end_may_be_for_another_reward(tmp_path: Path) -> None:
+    """Lines that are bad themselves count as items, as they will once they are mended."""
+    lines = ['{"prompt": "a", "label": "x"}', "{", "", '{"prompt": "b"}', '{"prompt": "c", "label": "y"}', "{"]
+    path = file(tmp_path, "\n".join(lines) + "\n")
+
+    def bad(**options: Any) -> list[int]:
+        with pytest.raises(TaskFileError) as caught:
+            JsonlTasks(path, **options)
+        return [number for number, _ in caught.value.problems]
+
+    assert bad(check_label=numeric_label, last=2, check_last=exact_label) == [1, 2, 4, 6]
+    assert bad(check_label=exact_label, last=2, check_last=numeric_label) == [2, 4, 5, 6]
+    assert bad(check_label=exact_label, last=3, check_last=None) == [2, 6]
+    assert bad(check_label=None, last=99, check_last=numeric_label) == [2, 6], "more than there are: the caller refuses"
+    assert bad(check_label=None, last=5, check_last=numeric_label) == [1, 2, 4, 5, 6]

@@ -26,15 +26,18 @@ class TaskFileError(MilesError, ValueError):
     Attributes:
         path: the file.
         problems: (line number from 1, reason) of every bad line.
+        others: of other files of the same task.
     """
 
-    def __init__(self, path: Path, problems: list[tuple[int, str]]) -> None:
+    def __init__(self, path: Path, problems: list[tuple[int, str]], *others: TaskFileError) -> None:
         lines = [f"  line {number}: {reason}" for number, reason in problems[:_SHOWN]]
         if len(problems) > _SHOWN:
             lines.append(f"  ... and {len(problems) - _SHOWN} more")
-        super().__init__(f"{path}: {len(problems)} bad line(s); fix or remove them\n" + "\n".join(lines))
+        said = f"{path}: {len(problems)} bad line(s); fix or remove them\n" + "\n".join(lines)
+        super().__init__("\n".join([said, *map(str, others)]))
         self.path = path
         self.problems = problems
+        self.others = others
 
 
 class _Item(msgspec.Struct, frozen=True):
@@ -59,6 +62,8 @@ class JsonlTasks(TaskStream):
         skip: leave out the first `skip` items.
         check_label: what the reward asks of the labels of the items that are used.
         limit: use at most `limit` items of the rest, so that one file can hold training and held-out tasks.
+        last: so many items at the end are checked by `check_last` instead of `check_label`.
+        check_last: what another reward asks of the labels there, None for nothing.
 
     Raises:
         InvalidFieldError: the file is missing, unreadable or has no items.
@@ -78,6 +83,8 @@ class JsonlTasks(TaskStream):
         skip: int = 0,
         limit: int | None = None,
         check_label: LabelCheck | None = None,
+        last: int = 0,
+        check_last: LabelCheck | None = None,
     ) -> None:
         self._path = Path(path)
         self._keys = (prompt_key, label_key, metadata_key)
@@ -90,7 +97,7 @@ class JsonlTasks(TaskStream):
         if skip < 0 or (limit is not None and limit < 1):
             raise InvalidFieldError("skip, limit", (skip, limit), "need skip >= 0 and limit >= 1")
         used = slice(skip, None if limit is None else skip + limit)
-        self._items = self._parse(data, used, check_label)
+        self._items = self._parse(data, used, check_label, last, check_last)
         found = len(self._items)
         self._items = self._items[used]
         if not self._items:
@@ -98,21 +105,28 @@ class JsonlTasks(TaskStream):
         self._digest = hashlib.blake2b(msgspec.json.encode(self._items), digest_size=16).hexdigest()
         super().__init__(size=len(self._items), seed=seed, shuffle=shuffle)
 
-    def _parse(self, data: bytes, used: slice, check_label: LabelCheck | None) -> list[_Item]:
+    def _parse(
+        self, data: bytes, used: slice, check_label: LabelCheck | None, last: int, check_last: LabelCheck | None
+    ) -> list[_Item]:
         items: list[_Item] = []
         numbers: list[int] = []
         problems: list[tuple[int, str]] = []
+        filled: list[int] = []
         for number, line in enumerate(data.split(b"\n"), start=1):
             if not line.strip():
                 continue
+            filled.append(number)
             try:
                 items.append(self._item(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
                 numbers.append(number)
             except (ValueError, msgspec.MsgspecError) as error:
                 problems.append((number, str(error)))
-        if check_label is not None:
-            checked = zip(numbers[used], (check_label(item.label) for item in items[used]), strict=True)
-            problems += [(number, problem) for number, problem in checked if problem is not None]
+        boundary = filled[-last] if 0 < last <= len(filled) else None  # bad lines count, too
+        for number, item in zip(numbers[used], items[used], strict=True):
+            check = check_label if boundary is None or number < boundary else check_last
+            problem = check(item.label) if check is not None else None
+            if problem is not None:
+                problems.append((number, problem))
         if problems:
             raise TaskFileError(self._path, sorted(problems))
         return items
