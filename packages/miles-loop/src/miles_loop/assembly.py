@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
-from miles_contracts import InvalidFieldError
+from miles_contracts import Generate, InvalidFieldError
 from miles_loop.compose import Rollout, make_rollout, make_tasks
 from miles_loop.config import RunConfig
 from miles_loop.generation import Generation
 from miles_loop.recipe import Recipe
+from miles_loop.rollout_workers import RolloutWorkers
 from miles_rollout.evaluation import HeldOut
 from miles_rollout.generate import check_prompt_lengths
 from miles_rollout.router import Router
@@ -54,21 +55,29 @@ class Assembly:
         return most
 
     @asynccontextmanager
-    async def rollout(self, router: Router) -> AsyncIterator[Rollout]:
-        """Worker and buffer over the engines of `router`, not started."""
-        async with self._generation.training(router) as generate:
+    async def rollout(self, answers: Router | RolloutWorkers) -> AsyncIterator[Rollout]:
+        """Worker and buffer, not started; answers are made here with a router, or by rollout workers."""
+        if isinstance(answers, RolloutWorkers):
+            making: AbstractAsyncContextManager[Generate] = nullcontext(answers.training)
+        else:
+            making = self._generation.training(answers)
+        async with making as generate:
             group = self._generation.scoring.group
             yield make_rollout(self._config, self._tasks.train, generate, self._longest_prompt, group)
 
     @asynccontextmanager
-    async def held_out(self, router: Router) -> AsyncIterator[list[HeldOut]]:
-        """What evaluation measures, answered by the engines of `router`; empty when nothing is held out."""
+    async def held_out(self, answers: Router | RolloutWorkers) -> AsyncIterator[list[HeldOut]]:
+        """What evaluation measures, answered over a router or by rollout workers; empty when nothing is held out."""
         config, source = self._config, self._tasks.held_out
         if source is None:
             yield []
             return
         samples = config.evaluation.samples
-        async with self._generation.evaluation(router) as generate:
+        if isinstance(answers, RolloutWorkers):
+            making: AbstractAsyncContextManager[Generate] = nullcontext(answers.evaluation)
+        else:
+            making = self._generation.evaluation(answers)
+        async with making as generate:
             yield [
                 HeldOut(
                     name=config.task.name,

@@ -135,14 +135,28 @@ class EngineRecords:
         """The records of these groups, for a checkpoint."""
         wanted = [request_id for group in groups for request_id in _request_ids(group)]
         found = {key: self._records[key] for key in wanted if key in self._records}
-        return {key: [r.ids, r.logprobs, r.version, r.first_row, r.rows] for key, r in found.items()}
+        return _state_of(found)
 
     def restore(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Take back what `state` gave."""
-        self._records = {
-            key: _Record(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32), version, *routes)
-            for key, (ids, logprobs, version, *routes) in state.items()
-        }
+        self._records = _records_of(state)
+
+    def take(self) -> dict[str, list[Any]]:
+        """Give all records away, in the form of `state`: whoever audits has them from now on."""
+        taken, self._records = self._records, {}
+        return _state_of(taken)
+
+    def absorb(self, taken: Mapping[str, Sequence[Any]], capture_s: float) -> None:
+        """Add what another process recorded; copies, so that nothing of its message stays alive.
+
+        Args:
+            taken: what `take` gave there.
+            capture_s: what recording routes took there, in seconds.
+        """
+        records = _records_of(taken)
+        self._records |= records
+        self.tokens_sampled += sum(len(record.ids) for record in records.values())
+        self._capture_s += capture_s
 
     def audit(
         self,
@@ -235,6 +249,23 @@ class EngineRecords:
                 if not same.all():
                     reason = reason or f"differs from the engine's answer to request {turn.request_id!r}"
         return good, reason
+
+
+def _state_of(records: Mapping[str, _Record]) -> dict[str, list[Any]]:
+    return {key: [r.ids, r.logprobs, r.version, r.first_row, r.rows] for key, r in records.items()}
+
+
+def _records_of(state: Mapping[str, Sequence[Any]]) -> dict[str, _Record]:
+    return {
+        key: _Record(
+            np.array(ids, dtype=np.int32),
+            np.array(logprobs, dtype=np.float32),
+            version,
+            first_row,
+            None if rows is None else np.array(rows, dtype=np.uint64),
+        )
+        for key, (ids, logprobs, version, first_row, rows) in state.items()
+    }
 
 
 def _request_ids(group: Group) -> list[str]:

@@ -412,6 +412,10 @@ class RayConfig(Section):
     """GPUs of each engine's actor; default: as many as SGLang's parallelism spans, none for the embedded engine."""
     engine_resources: dict[str, float] = {}
     """Custom resources of each engine's actor."""
+    rollout_cpus: Annotated[float, Field(gt=0)] | None = None
+    """CPUs of each rollout worker's actor; default: 1."""
+    rollout_resources: dict[str, float] = {}
+    """Custom resources of each rollout worker's actor."""
     env: dict[str, str] = {}
     """Environment variables of the processes on the nodes, for example `--runtime.ray.env.NCCL_DEBUG INFO`."""
     placement_timeout_s: Seconds = 120.0
@@ -428,6 +432,13 @@ class RuntimeConfig(Section):
     """CPU threads of the trainer process."""
     trainer_restarts: NonNegative = 1
     """How often the run goes back to its newest checkpoint by itself when the trainer process dies."""
+    rollout_workers: NonNegative | None = None
+    """Processes that make answers (renderer, session server, agents, rewards and router); 0 makes them in the driver's
+    own process. Default: 0 on this machine, 1 on a Ray cluster."""
+    rollout_restarts: NonNegative = 3
+    """How often each rollout worker that died is started again."""
+    rollout_hang_s: Seconds = 120.0
+    """A rollout worker that says nothing for this long is killed and started again."""
     step_timeout_s: Seconds = 3600.0
     """Deadline for one optimiser step, and for one batch of groups."""
     stop_timeout_s: Seconds = 10.0
@@ -470,6 +481,21 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.sampling.temperature: greedy answers to one prompt are all equal, so rollout.filter = "
                 "no_signal drops every group; use a value > 0, such as 1"
+            )
+        return self
+
+    @property
+    def rollout_workers(self) -> int:
+        """Rollout worker processes, with their default resolved."""
+        asked = self.runtime.rollout_workers
+        return int(self.runtime.kind is RuntimeKind.RAY) if asked is None else asked
+
+    @model_validator(mode="after")
+    def _ranks_have_devices(self) -> RunConfig:
+        ranks, device = self.runtime.trainer_ranks, self.trainer.device
+        if ranks > 1 and self.runtime.kind is RuntimeKind.LOCAL and device.startswith("cuda:"):
+            raise ValueError(
+                f"trainer.device: {ranks} trainer ranks cannot share {device}; use cuda, of which each takes its own"
             )
         return self
 

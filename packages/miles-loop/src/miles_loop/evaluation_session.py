@@ -32,12 +32,12 @@ async def evaluate_model(recipe: Recipe, config: RunConfig, scratch: Path) -> di
     folder = RunFolder(scratch)
     folder.logs.mkdir()
     model = await resolve_model(recipe, config.model, config.seed, folder.model, _say)
-    runtime = Runtime(config, folder, EngineRecords(), _say)
+    runtime = Runtime(config, folder, EngineRecords(), _say, recipe.renderer)
     try:
         await runtime.launch(model, trainer=False)
         assembly = await asyncio.to_thread(Assembly, recipe, config, model, max_context(model))
         await runtime.fleet.wait_ready()
-        async with assembly.held_out(runtime.fleet.evaluation_router) as held_out:
+        async with assembly.held_out(runtime.evaluation_answers) as held_out:
             if not held_out:
                 raise InvalidFieldError("task.eval_size", 0, "nothing is held out; set it, or give task.eval_path")
             return await evaluate(held_out, episode_timeout_s=config.rollout.timeout_s)

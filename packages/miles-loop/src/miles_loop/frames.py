@@ -79,6 +79,7 @@ class FrameLink(asyncio.BufferedProtocol, Generic[M]):
         self._transport: asyncio.Transport | None = None
         self._inbox: deque[bytearray] = deque()
         self._inbox_bytes = 0
+        self._paused = False
         self._outbox: deque[list[Any]] = deque()
         self._arrived, self._queued, self._writable = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._writable.set()
@@ -143,6 +144,7 @@ class FrameLink(asyncio.BufferedProtocol, Generic[M]):
         self._inbox_bytes += len(frame)
         self._arrived.set()
         if self._full and self._transport is not None:
+            self._paused = True
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
@@ -175,7 +177,7 @@ class FrameLink(asyncio.BufferedProtocol, Generic[M]):
             self._transport.abort()
 
     async def _read(self) -> None:
-        why = "its messages could not be handled"
+        why = ""
         try:
             while self._inbox or not self._over:
                 if not self._inbox:
@@ -183,19 +185,18 @@ class FrameLink(asyncio.BufferedProtocol, Generic[M]):
                     await self._arrived.wait()
                     continue
                 frame = self._inbox.popleft()
-                was_full = self._full
                 self._inbox_bytes -= len(frame)
-                if was_full and not self._full and self._transport is not None and not self._over:
+                if self._paused and not self._full and self._transport is not None and not self._over:
+                    self._paused = False
                     self._transport.resume_reading()
                 self._deliver(await self._decoded(frame))
                 self.received += 1
-            why = self._over
         except WireError as error:
             why = f"it sent a message that cannot be read: {error}"
         finally:
-            self._end(why)
+            self._end(why or "its messages could not be handled")
             if not self.ended.done():
-                self.ended.set_result(why)
+                self.ended.set_result(self._over)
 
     async def _decoded(self, frame: bytearray) -> M:
         decode = cast(Callable[..., M], wire.decode)

@@ -48,6 +48,9 @@ def require_router(config: RunConfig, *, routing: bool) -> None:
     require_gateway()
     if config.runtime.kind is RuntimeKind.RAY:
         raise InvalidFieldError("engine.router", "sglang", "engines on Ray change their addresses; use own")
+    if config.rollout_workers:
+        remedy = "sglang's router is told what to do by the driver alone; use engine.router own, or 0"
+        raise InvalidFieldError("runtime.rollout_workers", config.rollout_workers, remedy)
     if routing:
         remedy = "sglang-router drops expert choices; use own, or switch trainer.replay.enabled off"
         raise InvalidFieldError("engine.router", "sglang", remedy)

@@ -23,6 +23,10 @@ TrainerSpec = Callable[[str], ProcessSpec]
 """(how it reaches the driver) -> the trainer process."""
 
 
+WorkerSpec = Callable[[int, str], ProcessSpec]
+"""(index, how it reaches the driver) -> the process of that rollout worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostedEngine:
     """An engine that is ready to be started, and the URL it will answer at."""
@@ -39,20 +43,31 @@ class HostedTrainer:
     connection: socket.socket | Incoming
 
 
+@dataclass(frozen=True, slots=True)
+class HostedWorker:
+    """A rollout worker that is ready to be started, and the driver's end of its connection."""
+
+    process: Process
+    connection: socket.socket | Incoming
+
+
 class Host(Protocol):
     """Makes the processes of one run."""
 
     notice_s: float
     """How long it may take until the end of a process is known: a broken connection is noticed before."""
 
-    async def open(self, *, engines: int, trainer: bool) -> None:
-        """Find room for so many engines, and for the trainer when there is to be one."""
+    async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
+        """Find room for so many engines and rollout workers, and for the trainer when there is to be one."""
 
     def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
         """The trainer process, not started."""
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, not started."""
+
+    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+        """One rollout worker, not started; made anew for every start, once the one before is stopped."""
 
     def trainer_address(self) -> str | None:
         """Address of the trainer's machine as engines reach it, once it is placed; None where settings say it."""
@@ -80,7 +95,7 @@ class LocalHost:
         self._moves = moves and port == 0
         self._engines = 0
 
-    async def open(self, *, engines: int, trainer: bool) -> None:
+    async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
         """There is always room here."""
         self._engines = engines
 
@@ -107,6 +122,12 @@ class LocalHost:
             process = ServingChild(make, self._logs / f"{make([port.number]).name}.log", [port], moves=self._moves)
             made.append(HostedEngine(process.url, process))
         return made
+
+    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+        """A child that inherits its end of a socket pair."""
+        ours, theirs = socket.socketpair()
+        made = spec(index, str(theirs.fileno()))
+        return HostedWorker(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
 
     def trainer_address(self) -> str | None:
         """`sync.host` is right."""

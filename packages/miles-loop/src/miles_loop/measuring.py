@@ -159,7 +159,7 @@ async def open_measurement(
             # A resumed run does not repeat this evaluation: it must leave nothing that the next batch could find.
             await fleet.flush()
 
-    async with assembly.held_out(fleet.evaluation_router) as tasks:
+    async with assembly.held_out(runtime.evaluation_answers) as tasks:
         yield (
             InPlace(
                 worker,

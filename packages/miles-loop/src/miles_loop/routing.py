@@ -7,8 +7,8 @@ workers it is theirs (`miles_loop.rollout_workers`), which repeats every word, i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
 from miles_contracts import Engine
@@ -111,6 +111,12 @@ class LocalRouting:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While weights change."""
+        with self.changing():
+            yield
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The same for a caller that has nothing to wait for."""
         with self.router.updating(), self.evaluation_router.updating():
             yield
 

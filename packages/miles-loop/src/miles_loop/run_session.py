@@ -157,7 +157,7 @@ class RunSession:
         self._phase("making the model")
         model = await resolve_model(self._recipe, config.model, config.seed, folder.model, self._event)
         records = EngineRecords()
-        runtime = Runtime(config, folder, records, self._event)
+        runtime = Runtime(config, folder, records, self._event, self._recipe.renderer)
         try:
             self._phase("starting engines and trainer")
             await runtime.launch(model)
@@ -190,7 +190,7 @@ class RunSession:
         from miles_loop.measuring import open_measurement
 
         async with (
-            assembly.rollout(runtime.fleet.router) as rollout,
+            assembly.rollout(runtime.answers) as rollout,
             open_measurement(self._config, assembly, runtime, rollout.worker, self._folder, model) as measurement,
         ):
             if self._resumed is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.models import num_experts, num_layers
 from miles_loop.ports import choose_ports
 from miles_loop.processes import Process, ProcessSpec
+from miles_loop.rollout_workers import RolloutWorkers, rollout_spec
+from miles_loop.rollout_workers import start_message as rollout_start
 from miles_loop.run_folder import RunFolder
 from miles_loop.serving import ServingChild
 from miles_loop.sglang_engine import require_sglang, sglang_spec
@@ -33,6 +36,7 @@ from miles_loop.sync_parts import canary_of, engine_module, make_transport, send
 from miles_loop.trainer_client import TrainerClient
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.engine_identity import EngineKind
+from miles_rollout.router import Router
 
 TRAINER = "trainer"
 """Name of the trainer process."""
@@ -116,12 +120,19 @@ class Runtime:
         folder: its folder (logs go there).
         records: for the token audit.
         on_event: told, in words, what happened to processes.
+        renderer: name of the family's renderer, for rollout workers.
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, records: EngineRecords, on_event: Callable[[str], None]
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        records: EngineRecords,
+        on_event: Callable[[str], None],
+        renderer: str = "auto",
     ) -> None:
         self._config = config
+        self._renderer = renderer
         self._folder = folder
         self._records = records
         self._on_event = on_event
@@ -131,6 +142,8 @@ class Runtime:
         self._routing = False
         self.trainer: TrainerClient
         self.fleet: Fleet
+        self.workers: RolloutWorkers | None = None
+        """Make the answers; None where this process does."""
 
     async def launch(self, model: Path, *, trainer: bool = True) -> None:
         """Start every process; returns while they load.
@@ -149,13 +162,19 @@ class Runtime:
         self._routing = config.trainer.replay.enabled and num_experts(model) is not None
         require_router(config, routing=self._routing)
         host = self._host = make_host(config, self._folder, model, self._on_event)
-        await host.open(engines=0 if config.engine.urls else config.engine.replicas, trainer=trainer)
+        replicas = 0 if config.engine.urls else config.engine.replicas
+        await host.open(engines=replicas, trainer=trainer, workers=config.rollout_workers)
         made = host.make_trainer(lambda where: trainer_spec(config, where))
         self._trainer_process = made.process
         self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
         engines = await self._make_engines(host, model)
         self._clients = [client for client, _ in engines]
         gateway = self._make_gateway() if config.engine.router is RouterKind.SGLANG else None
+        # An agent's calls come when its tools are done, and SGLang's router takes them one by one: there is no
+        # clockless order to put them into. Nor is there one between several rollout workers.
+        lockstep = config.pipeline_depth == 0 and config.task.agent is None and gateway is None
+        if config.rollout_workers:
+            self.workers = self._make_workers(host, model, lockstep=lockstep and config.rollout_workers == 1)
         self.fleet = Fleet(
             engines,
             source=self.trainer,
@@ -170,16 +189,41 @@ class Runtime:
             router=config.router,
             gateway=gateway,
             hang_s=config.engine.hang_s,
-            # An agent's calls come when its tools are done, and SGLang's router takes them one by one: there is no
-            # clockless order to put them into.
-            lockstep=config.pipeline_depth == 0 and config.task.agent is None and gateway is None,
+            lockstep=lockstep,
+            routing=self.workers,
         )
+        if self.workers is not None:
+            self.workers.on_failed = self.fleet.fail
+            self.workers.launch()
         starting = [process.start() for _, process in engines if process is not None]
         if gateway is not None:
             starting.append(gateway.process.start())
         if trainer:
             starting.append(made.process.start())
         await asyncio.gather(*starting)
+
+    def _make_workers(self, host: Host, model: Path, *, lockstep: bool) -> RolloutWorkers:
+        config = self._config
+        return RolloutWorkers(
+            lambda index: host.make_worker(index, partial(rollout_spec, config)),
+            config.rollout_workers,
+            start=rollout_start(config, self._renderer, model, lockstep=lockstep),
+            engines=[(client.url, client.address) for client in self._clients],
+            records=self._records,
+            config=config,
+            notice_s=host.notice_s,
+            on_event=self._on_event,
+        )
+
+    @property
+    def answers(self) -> Router | RolloutWorkers:
+        """What makes the answers of training."""
+        return self.workers or self.fleet.router
+
+    @property
+    def evaluation_answers(self) -> Router | RolloutWorkers:
+        """What makes the answers of evaluation on the run's own engines."""
+        return self.workers or self.fleet.evaluation_router
 
     def _make_gateway(self) -> Gateway:
         config = self._config
@@ -221,6 +265,8 @@ class Runtime:
         await self.fleet.wait_ready()
         await asyncio.gather(*(client.require_supported(routing=self._routing) for client in self._clients))
         unseeded = [client.url for client in self._clients if not (await client.identify()).seeded]
+        if self._config.rollout_workers > 1 and self._config.pipeline_depth == 0:
+            self._on_event("several rollout workers sample side by side: this run cannot be repeated bit for bit")
         if unseeded and self._config.pipeline_depth == 0:
             self._on_event(f"{', '.join(unseeded)} does not heed seeds: this run cannot be repeated bit for bit")
 
@@ -291,7 +337,9 @@ class Runtime:
         if self._trainer_process is not None:
             stopping.append(self._trainer_process.stop(timeout))
         if hasattr(self, "fleet"):
-            stopping.append(self.fleet.close(timeout))
+            stopping.append(self.fleet.close(timeout))  # and with it the rollout workers, its routers
+        elif self.workers is not None:
+            stopping.append(self.workers.close())
         await asyncio.gather(*stopping)
         if self._host is not None:
             await self._host.close()

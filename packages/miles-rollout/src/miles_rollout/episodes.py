@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from miles_contracts import Generate, Group, InvalidFieldError, Status, Task, Trajectory
+from miles_contracts import Generate, Group, InvalidFieldError, MilesError, Status, Task, Trajectory
 from miles_rollout.generate.trajectories import failed_trajectory
 from miles_rollout.ledger import Issue
 from miles_rollout.rewards.base import check_value
@@ -44,6 +44,18 @@ class WorkerConfig(BaseModel):
     max_failures_in_a_row: int = Field(default=64, ge=1, description="Failed groups in a row that end the run.")
     max_filtered_in_a_row: int = Field(default=1024, ge=1, description="Filtered groups in a row that end the run.")
     no_progress_s: float | None = Field(default=1800.0, gt=0, description="Seconds to wait for any progress.")
+
+
+class EpisodeFailedError(MilesError):
+    """An episode in another process raised an error.
+
+    Attributes:
+        kind: class name of the error there, under which it is counted.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class EpisodeCounts:
@@ -133,7 +145,8 @@ class EpisodeRunner:
             if isinstance(error, TimeoutError) and timeout.expired():
                 kind, reason = "episode_timeout", f"the episode took longer than {limit:g} s"
             else:
-                kind, reason = type(error).__name__, f"{type(error).__name__}: {error}"
+                kind = error.kind if isinstance(error, EpisodeFailedError) else type(error).__name__
+                reason = f"{kind}: {error}"
             self._counts.errors[kind] += 1
             return [failed_trajectory(task, member, attempt, reason)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -51,8 +52,12 @@ class Cluster:
         assert self._group is not None
         return self._group
 
-    async def join(self) -> str:
+    async def join(self, cpus: float = 0.0) -> str:
         """Connect; returns the address under which the nodes reach this machine.
+
+        Args:
+            cpus: that the run asks for. A cluster that is started for it here has so many, whatever the machine has:
+                its processes then share them, as those of a local run do.
 
         Raises:
             InvalidFieldError: no cluster answers at the address, or it cannot be used from here.
@@ -66,7 +71,7 @@ class Cluster:
 
         def join() -> None:
             try:
-                _join(address)
+                _join(address, cpus)
             except Exception as error:  # noqa: BLE001 - main of a thread: every error is an answer
                 loop.call_soon_threadsafe(_tell, joined, error)
                 return
@@ -166,9 +171,10 @@ def _keep_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
-def _join(address: str) -> None:
+def _join(address: str, cpus: float) -> None:
     ray.init(
         address=address,
+        num_cpus=max(math.ceil(cpus), os.cpu_count() or 1) if address == _LOCAL else None,
         namespace="miles",
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import PeerBackendKind, RouterKind, RunConfig, TransportKind
-from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, TrainerSpec
+from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, HostedWorker, TrainerSpec, WorkerSpec
 from miles_loop.processes import ProcessSpec
 from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
 from miles_loop.ray_runtime.cluster import Cluster
@@ -27,7 +27,7 @@ _LOCAL_ADDRESSES = ("127.0.0.1", "localhost")
 
 
 class RayHost:
-    """Places trainer and engines by one placement group, each below a supervising actor.
+    """Places trainer, engines and rollout workers by one placement group, each below a supervising actor.
 
     Every node has to see the run folder (logs and checkpoints are written there by the processes themselves) and the
     model; engines also have to see the trainer's shared memory. Each node is asked before anything starts on it.
@@ -49,21 +49,23 @@ class RayHost:
         self._cluster = Cluster(config.runtime.ray, on_event)
         self._bundles: list[Bundle] = []
         self._has_trainer = False
+        self._workers = 0
         self._address = ""
         self._trainer: ActorProcess | None = None
         self._trainer_actor: tuple[Any, Place] | None = None
         self._trainer_placed = asyncio.Event()
 
-    async def open(self, *, engines: int, trainer: bool) -> None:
+    async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
         """Join the cluster and reserve room.
 
         Raises:
             InvalidFieldError: no cluster at the address.
             RunError: `no_room`.
         """
-        self._address = await self._cluster.join()
         self._has_trainer = trainer
-        self._bundles = plan(self._config, engines=engines, trainer=trainer)
+        self._workers = workers
+        self._bundles = plan(self._config, engines=engines, trainer=trainer, workers=workers)
+        self._address = await self._cluster.join(sum(bundle.cpus for bundle in self._bundles))
         if self._bundles:
             await self._cluster.reserve(self._bundles)
 
@@ -102,10 +104,27 @@ class RayHost:
 
             return self._process(f"engine-{index}", first + index, settle)
 
-        engines = [make(index) for index in range(len(self._bundles) - first)]
+        engines = [make(index) for index in range(len(self._bundles) - first - self._workers)]
         trainers = [self._trainer] if self._has_trainer and self._trainer is not None else []
         await _together([process.reserve() for process in (*trainers, *engines)])
         return [HostedEngine(str(engine.url), engine) for engine in engines]
+
+    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+        """A rollout worker; it connects to the driver, and nobody else can."""
+        listener = Listener(self._address)
+
+        async def settle(actor: Any, place: Place) -> Settled:
+            await require_visible(actor, place, self._folders)
+            return Settled(self._with_environment(spec(index, listener.address), {SECRET_VARIABLE: listener.secret}))
+
+        bundle = len(self._bundles) - self._workers + index
+        return HostedWorker(self._process(f"rollout-{index}", bundle, settle), listener)
+
+    def trainer_address(self) -> str | None:
+        """That of the trainer's node, unless the settings name another one (of a faster network, say)."""
+        if self._trainer_actor is None or self._config.sync.host not in _LOCAL_ADDRESSES:
+            return None
+        return self._trainer_actor[1].host
 
     def trainer_address(self) -> str | None:
         """That of the trainer's node, unless the settings name another one (of a faster network, say)."""

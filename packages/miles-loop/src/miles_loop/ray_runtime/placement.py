@@ -28,8 +28,8 @@ class Bundle:
         return {name: amount for name, amount in wanted.items() if amount}
 
 
-def plan(config: RunConfig, *, engines: int, trainer: bool) -> list[Bundle]:
-    """Bundles of one placement group: the trainer's first, when there is one, then one an engine."""
+def plan(config: RunConfig, *, engines: int, trainer: bool, workers: int = 0) -> list[Bundle]:
+    """Bundles of one placement group: the trainer's first, when there is one, one an engine, one a rollout worker."""
     ray, bundles = config.runtime.ray, []
     engine_gpus = _engine_gpus(config)
     if trainer:
@@ -45,6 +45,10 @@ def plan(config: RunConfig, *, engines: int, trainer: bool) -> list[Bundle]:
     bundles += [
         Bundle(name=f"engine-{index}", cpus=engine_cpus, gpus=engine_gpus, others=ray.engine_resources)
         for index in range(engines)
+    ]
+    bundles += [
+        Bundle(name=f"rollout-{index}", cpus=ray.rollout_cpus or 1, others=ray.rollout_resources)
+        for index in range(workers)
     ]
     return bundles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,22 @@ class RouterCounts:
     reissued: int = 0
     quarantines: int = 0
     engines: tuple[EngineCounts, ...] = field(default=())
+
+    def plus(self, other: RouterCounts) -> RouterCounts:
+        """Of both together, which know the same engines in the same order (or one of them none yet)."""
+        pairs = zip_longest(self.engines, other.engines, fillvalue=EngineCounts())
+        return RouterCounts(
+            reissued=self.reissued + other.reissued,
+            quarantines=self.quarantines + other.quarantines,
+            engines=tuple(
+                EngineCounts(
+                    turns=one.turns + two.turns,
+                    prompt_tokens=one.prompt_tokens + two.prompt_tokens,
+                    cached_tokens=one.cached_tokens + two.cached_tokens,
+                )
+                for one, two in pairs
+            ),
+        )
 
     def since(self, earlier: RouterCounts) -> RouterCounts:
         """What was added after `earlier`; engines that came later start from nothing."""

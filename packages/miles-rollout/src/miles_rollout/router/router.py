@@ -219,15 +219,23 @@ class Router:
 
     def take_metrics(self) -> dict[str, float]:
         """As `metrics`, but what was done counts from the last call on."""
+        return self._now() | self.take_counts().metrics()
+
+    def take_counts(self) -> RouterCounts:
+        """What was done since the last call of this or of `take_metrics`."""
         counts = self._counts()
         done, self._taken = counts.since(self._taken), counts
-        return self._now() | done.metrics()
+        return done
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens of all turns on their way, prompts and longest answers."""
+        return sum(slot.outstanding for slot in self._table.slots.values())
 
     def _now(self) -> dict[str, float]:
-        outstanding = sum(slot.outstanding for slot in self._table.slots.values())
         return {
             "router/engines_serving": float(len(self._table.serving)),
-            "router/outstanding_tokens": float(outstanding),
+            "router/outstanding_tokens": float(self.outstanding_tokens),
         }
 
     def _counts(self) -> RouterCounts:
