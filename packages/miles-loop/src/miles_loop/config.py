@@ -490,15 +490,6 @@ class RunConfig(Section):
         asked = self.runtime.rollout_workers
         return int(self.runtime.kind is RuntimeKind.RAY) if asked is None else asked
 
-    @model_validator(mode="after")
-    def _ranks_have_devices(self) -> RunConfig:
-        ranks, device = self.runtime.trainer_ranks, self.trainer.device
-        if ranks > 1 and self.runtime.kind is RuntimeKind.LOCAL and device.startswith("cuda:"):
-            raise ValueError(
-                f"trainer.device: {ranks} trainer ranks cannot share {device}; use cuda, of which each takes its own"
-            )
-        return self
-
     @property
     def max_staleness(self) -> int:
         """Staleness limit in optimiser updates, with its default resolved."""

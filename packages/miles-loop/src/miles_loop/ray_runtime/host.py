@@ -126,12 +126,6 @@ class RayHost:
             return None
         return self._trainer_actor[1].host
 
-    def trainer_address(self) -> str | None:
-        """That of the trainer's node, unless the settings name another one (of a faster network, say)."""
-        if self._trainer_actor is None or self._config.sync.host not in _LOCAL_ADDRESSES:
-            return None
-        return self._trainer_actor[1].host
-
     async def close(self) -> None:
         """Give the room back and leave the cluster."""
         await self._cluster.close()
