@@ -156,7 +156,7 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
         memory = torch.empty(BUCKET_MIB << 20, dtype=torch.uint8)
         while True:
             for size in pipe.recv():
-                group.broadcast(memory[:size], 0)
+                group.broadcast(memory[:size], 0)()
             pipe.send(True)
 
     total = num_bytes(weights)
@@ -168,7 +168,7 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
     def send_raw() -> None:
         raw.tell(sizes)
         for size in sizes:
-            group.broadcast(source[:size], 0)
+            group.broadcast(source[:size], 0)()
         raw.answers()
 
     out: dict[str, float] = {}

@@ -189,6 +189,16 @@ async def test_the_tensor_parallel_ranks_of_sglang_are_members_and_take_whole_te
         await connected(BroadcastTransport(sender), sglang(dp_size=2))
 
 
+async def test_an_embedded_engine_is_told_which_collectives_bring_a_bucket() -> None:
+    client = Client("http://a")
+    (engine,) = await connected(BroadcastTransport(Sender()), client)
+    await engine.load_bucket(msgspec.structs.replace(bucket(), transfers=((0, 8), (64, 8))))
+    (body,) = client.said("/update_weights_from_distributed")
+    assert body["load_format"] == "miles_transfers"
+    assert body["offsets"] == [0, 8]
+    assert body["transfers"] == ((0, 8), (64, 8))
+
+
 async def test_an_embedded_engine_is_told_the_digests_and_which_bucket_is_the_last() -> None:
     client = Client("http://a")
     (engine,) = await connected(BroadcastTransport(Sender()), client)

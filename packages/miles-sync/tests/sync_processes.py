@@ -6,6 +6,7 @@ Children are forked, so they start in milliseconds. Only metadata goes through t
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -68,7 +69,16 @@ class Child:
         self._pipe.close()
 
 
+def forked() -> None:
+    """To be called first in a forked process: what the parent left behind must not be collected here.
+
+    Ending a process group waits for its threads, which are in the parent only.
+    """
+    gc.freeze()
+
+
 def _serve(pipe: Connection, other: Connection, make: Callable[[], Any]) -> None:
+    forked()
     other.close()
     target = make()
     while True:

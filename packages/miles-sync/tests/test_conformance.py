@@ -136,10 +136,21 @@ class BroadcastFleet(Fleet):
 
     def sender(self, rank: int) -> Any:
         meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=TIMEOUT_S)
-        return BroadcastSender(meeting, ["engine-0", "engine-1"], BUCKET)
+        return BroadcastSender(meeting, ["engine-0", "engine-1"], BUCKET, in_place_bytes=100)
 
     def connect(self, source: ProcessSource) -> None:
         source.ranks[0].call("set_receivers", [engine.url for engine in self.engines])
+
+
+class PackedBroadcastFleet(BroadcastFleet):
+    """Buckets as SGLang takes them."""
+
+    name = "broadcast, packed"
+
+    def sender(self, rank: int) -> Any:
+        sender = super().sender(rank)
+        sender.split = False
+        return sender
 
 
 class PeerFleet(Fleet):
@@ -187,7 +198,7 @@ class NixlPeerFleet(PeerFleet):
         return NixlBackend(timeout_s=4.0)
 
 
-FLEETS = [LocalFleet, DiskFleet, BroadcastFleet, PeerFleet, SharedPeerFleet, NixlPeerFleet]
+FLEETS = [LocalFleet, DiskFleet, BroadcastFleet, PackedBroadcastFleet, PeerFleet, SharedPeerFleet, NixlPeerFleet]
 
 
 @pytest.fixture(params=FLEETS, ids=[f.name for f in FLEETS])

@@ -37,7 +37,7 @@ def test_a_rank_that_joins_by_torchs_own_helper_meets_ours() -> None:
     process = FORK.Process(target=join_as_sglang_does, args=(meeting.port, "weights-x", queue), daemon=True)
     process.start()
     group = meeting.open("weights-x", 0, 2)
-    group.broadcast(torch.arange(5, dtype=torch.uint8), 0)
+    group.broadcast(torch.arange(5, dtype=torch.uint8), 0)()
     assert queue.get(timeout=30) == [0, 1, 2, 3, 4]
     group.close()
     process.join(10)
@@ -60,7 +60,7 @@ def test_a_group_is_given_up_at_once_although_its_collective_hangs() -> None:
     def send() -> None:
         try:
             # Larger than what the sockets take without a reader.
-            group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), 0)
+            group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), 0)()
         except RuntimeError as error:
             failed.append(error)
 

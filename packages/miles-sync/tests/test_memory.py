@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from sync_fleet import manifest_of
-from sync_processes import FORK
+from sync_processes import FORK, forked
 
 from miles_contracts import TensorSpec, WeightManifest
 from miles_sync import LocalSender
@@ -26,6 +26,7 @@ def resident_bytes() -> int:
 
 def measure(queue: object, count: int) -> None:
     """Send `count` tensors of 4 MiB and one that is split, after a small update that warms everything up."""
+    forked()
     sizes = [4 * MIB] * count + [3 * BUCKET]
     specs = [TensorSpec(name=f"w{i:04d}", dtype="uint8", shape=(size,)) for i, size in enumerate(sizes)]
     tensors = {s.name: torch.full(s.shape, i % 251, dtype=torch.uint8) for i, s in enumerate(specs)}
@@ -56,11 +57,14 @@ def receive_broadcasts(port: int, buckets: object) -> None:
     while (bucket := buckets.get()) is not None:  # type: ignore[attr-defined]
         if group is None:
             group = Meeting("127.0.0.1", port, owner=False, timeout_s=60).open(bucket.group, 1, 2)
-        group.broadcast(torch.empty(bucket.num_bytes, dtype=torch.uint8), 0)
+        memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        for begin, length in bucket.transfers:
+            group.broadcast(memory[begin : begin + length], 0)()
 
 
 def measure_broadcast(queue: object, count: int) -> None:
     """As `measure`, over a group with one receiver in a process of its own."""
+    forked()
     meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=60)
     buckets = FORK.Queue()
     receiver = FORK.Process(target=receive_broadcasts, args=(meeting.port, buckets), daemon=True)

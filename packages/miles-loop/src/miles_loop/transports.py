@@ -226,6 +226,9 @@ class BroadcastEngine(EngineProxy):
         body = flattened(bucket)
         body["digests"] = [placed.spec.digest for placed in bucket.tensors]
         body |= {"update_id": bucket.update_id, "index": bucket.index, "last": bucket.last}
+        if bucket.transfers:
+            body |= {"load_format": "miles_transfers", "transfers": bucket.transfers}
+            body["offsets"] = [placed.offset for placed in bucket.tensors]
         if bucket.part_of is not None:
             body |= {"part_of": msgspec.to_builtins(bucket.part_of), "part_start": bucket.part_start}
         what = f"bucket {bucket.index} of weight update {bucket.update_id}"

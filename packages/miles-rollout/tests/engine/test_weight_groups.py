@@ -110,6 +110,38 @@ async def test_tensors_of_a_group_serve_after_the_commit_and_not_before(
     assert mine["tensors"] == theirs["tensors"]
 
 
+async def test_large_tensors_may_come_on_their_own_and_small_ones_together(models, serve) -> None:
+    engine = await serve(models("qwen3", 0))
+    update, sender = plan_update(models("qwen3", 1), 3), Sender()
+    await sender.meet(engine)
+    await engine.client.begin_weight_update("u", update.manifest)
+    specs = chunks(update, 1)[0]
+    large = [s for s in specs if s.num_bytes >= 4096]
+    small = [s for s in specs if s.num_bytes < 4096]
+    assert large
+    assert small
+    pieces, offsets, transfers = [], {}, []
+    end = 0
+    for spec in large:
+        offsets[spec.name] = end
+        pieces.append(raw_bytes(update.tensors[spec.name]))
+        transfers.append([end, spec.num_bytes])
+        end += spec.num_bytes + 64
+    packed = b""
+    for spec in small:
+        offsets[spec.name] = end + len(packed)
+        packed += raw_bytes(update.tensors[spec.name]) + bytes(64)
+    fields = {
+        "load_format": "miles_transfers",
+        "offsets": [offsets[s.name] for s in specs],
+        "transfers": [*transfers, [end, len(packed)]],
+    }
+    await transfer(engine, sender, announce(sender, "u", specs, **fields), [*pieces, packed])
+    await engine.client.commit_weight_update("u")
+    _, mine = await engine.post("/weights_checker", {"action": "checksum"})
+    assert {t["name"]: t["digest"] for t in mine["tensors"]} == {s.name: s.digest for s in specs}
+
+
 async def test_a_tensor_may_come_in_pieces(models, serve) -> None:
     engine = await serve(models("qwen3", 0))
     update, sender = plan_update(models("qwen3", 1), 1), Sender()
@@ -187,6 +219,11 @@ async def test_a_sender_that_goes_away_fails_the_transfer_and_not_the_engine(mod
         ({"digests": [None]}, "without a digest"),
         ({"load_format": "pickle"}, "flattened_bucket"),
         ({"group_name": "other"}, "join it first"),
+        ({"load_format": "miles_transfers"}, "lists of whole numbers"),
+        ({"load_format": "miles_transfers", "offsets": [0], "transfers": [[0, -1]]}, "lists of whole numbers"),
+        ({"load_format": "miles_transfers", "offsets": [0], "transfers": []}, "give one for each of 1 tensors"),
+        ({"load_format": "miles_transfers", "offsets": [], "transfers": [[0, 1]]}, "give one for each of 1 tensors"),
+        ({"load_format": "miles_transfers", "offsets": [64], "transfers": [[0, 65]]}, "no transfer brings the bytes"),
         ({"update_id": ""}, "non-empty string"),
     ],
 )

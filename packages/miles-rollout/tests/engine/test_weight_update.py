@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_models import make_model
 from engine_serving import until
-from engine_weights import Update, plan_update, write_buckets
+from engine_weights import Update, plan_update, spec_of, write_buckets
 
 from miles_contracts import EngineError, PauseMode, SamplingParams, ShmBucket, TensorSpec, VersionSpan, WeightManifest
 from miles_rollout.engine.weight_layout import WeightLayout
@@ -53,6 +53,33 @@ async def test_update_equals_a_model_with_those_weights(models, serve, family: s
     _, mine = await old.post("/weights_checker", {"action": "checksum"})
     _, theirs = await new.post("/weights_checker", {"action": "checksum"})
     assert mine["tensors"] == theirs["tensors"]
+
+
+async def test_versions_take_turns_in_memory_and_a_failed_update_spoils_none_of_it(
+    models, serve, tmp_path: Path
+) -> None:
+    engine = await serve(models("qwen3_moe", 0))
+    layout = engine.core.updates.layout
+    places = []
+    for version in range(1, 7):
+        update = plan_update(models("qwen3_moe", version % 2), version)
+        await send(engine, update, tmp_path, f"u{version}")
+        await engine.client.commit_weight_update(f"u{version}")
+        places.append({name: tensor.data_ptr() for name, tensor in layout.tensors.items()})
+        if version == 4:
+            other = plan_update(models("qwen3_moe", 1), 5)
+            before = await engine.client.generate(PROMPT, GREEDY)
+            await send(engine, other, tmp_path, "failed")
+            await engine.client.rollback_weight_update("failed")
+            after = await engine.client.generate(PROMPT, GREEDY)
+            assert after.output_ids.tolist() == before.output_ids.tolist()
+            np.testing.assert_allclose(after.logprobs, before.logprobs, atol=2e-6)
+        _, checks = await engine.post("/weights_checker", {"action": "checksum"})
+        for entry in checks["tensors"]:
+            assert entry["digest"] == spec_of(entry["name"], update.tensors[entry["name"]]).digest
+    assert places[0] == places[2]
+    assert places[1] == places[3]
+    assert not set(places[0].values()) & set(places[1].values())
 
 
 async def test_several_updates_and_a_repeated_commit(models, serve, tmp_path: Path) -> None:

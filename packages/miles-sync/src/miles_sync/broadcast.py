@@ -1,9 +1,13 @@
 """Broadcast transport: one sender, all engine ranks, each byte once per engine rank.
 
-    sender    fill 0 | fill 1 | fill 2 |           two buffers; filling (copy, digest, and the gather behind the
-    wire             | send 0 | send 1 | send 2    export) overlaps the collective, which runs on its own thread
+    sender    take 0 | take 1 | take 2 |           two buckets; taking (digests, packing, and the gather behind the
+    wire             | send 0 | send 1 | send 2    export) overlaps the collectives, which run on their own thread
     receiver         | recv 0 | recv 1 | recv 2
-    verify                    | put 0  | put 1     verifying a bucket overlaps receiving the next
+    verify                    | put 0  | put 1     verifying a transfer overlaps receiving the next
+
+Both processors of a connection are busy with copying through the kernel, so nothing else may touch the bytes much:
+large tensors are sent from where they are and stay where they arrive, in memory that the version before the last one
+has left.
 
 Metadata goes through the control plane, so a receiver enters a collective only after it has been told what comes and
 in which group; a receiver that is gone makes the control plane fail, not the collective hang unseen. Groups and
@@ -13,23 +17,26 @@ buffers are those of SGLang's `/init_weights_update_group` and `flattened_bucket
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 
-from miles_contracts import InvalidFieldError, WeightManifest, WeightUpdateError
-from miles_sync.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from miles_contracts import InvalidFieldError, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, in_transfers, plan_buckets
 from miles_sync.export import CheckedExport
 from miles_sync.filling import fill_bucket
 from miles_sync.group import Group, Lane, Meeting
 from miles_sync.messages import BroadcastBucket, GroupOffer
-from miles_sync.staging import Receiver
-from miles_sync.tensors import Bytes
+from miles_sync.staging import Receiver, Staging
+from miles_sync.tensors import Bytes, digest_bytes, fetch_with_digest
 
 SENDER_RANK = 0
+
+IN_PLACE_BYTES = 1 << 20
+"""Tensors of this size are sent from where they are. A collective of its own costs as much time as copying this."""
 
 
 class BroadcastSender:
@@ -42,7 +49,9 @@ class BroadcastSender:
         backend: `gloo`, or `nccl` with buffers on `device`.
         device: where the collective's buffers live.
         digests: whether specs carry digests.
-        split: False keeps a tensor larger than a bucket whole, which SGLang needs; may be changed between updates.
+        split: False keeps a tensor larger than a bucket whole and packs every bucket, which SGLang needs; may be
+            changed between updates.
+        in_place_bytes: tensors of at least this size are sent from where they are, unless buckets are packed.
     """
 
     def __init__(
@@ -55,17 +64,19 @@ class BroadcastSender:
         device: str = "cpu",
         digests: bool = True,
         split: bool = True,
+        in_place_bytes: int = IN_PLACE_BYTES,
     ) -> None:
         plan_buckets((), bucket_bytes)
+        if in_place_bytes < 1:
+            raise InvalidFieldError("in_place_bytes", in_place_bytes, "use at least 1")
         self._meeting, self._backend, self._device = meeting, backend, device
         self._bucket_bytes, self._digests = bucket_bytes, digests
-        self.split = split
+        self.split, self._in_place_bytes = split, in_place_bytes
         self._receivers: tuple[str, ...] = ()
         self._group: Future[Group] | None = None
         self._group_name = ""
         self._lane = Lane("broadcast")
-        self._buffers: list[Bytes] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
-        self._sending: list[Future[None] | None] = [None, None]
+        self._slots = (_Slot(), _Slot())
         if receivers:
             self.set_receivers(receivers)
 
@@ -87,7 +98,11 @@ class BroadcastSender:
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
     ) -> Iterator[BroadcastBucket]:
-        """Start the collective of each bucket and yield its description, to be forwarded at once.
+        """Start the collectives of each bucket and yield its description, to be forwarded at once.
+
+        A tensor must not change before two more buckets have been asked for, or this has ended: it is sent from
+        where it is. So what the export made anew for this is held that long, two buckets' worth and the tensor that
+        is being split.
 
         Raises:
             WeightUpdateError: the tensors are not the manifest's, or a collective failed.
@@ -95,15 +110,17 @@ class BroadcastSender:
         if not self._receivers:
             raise WeightUpdateError("no receiver has been named yet")
         export = CheckedExport(tensors, manifest)
-        plan = plan_buckets(manifest.tensors, self._bucket_bytes, packed=True, split=self.split)
-        for bucket in plan:
-            slot = bucket.index % 2
+        plan = plan_buckets(manifest.tensors, self._bucket_bytes, packed=not self.split, split=self.split)
+        for planned in plan:
+            slot = self._slots[planned.index % 2]
             self._finish(slot)
-            if len(self._buffers[slot]) < bucket.num_bytes:
-                self._buffers[slot] = np.empty(bucket.num_bytes, np.uint8)
-            memory = self._buffers[slot][: bucket.num_bytes]
-            placed, part_of, part_start = fill_bucket(bucket, memory, export, digests=self._digests)
-            self._start(slot, memory)
+            bucket, transfers = in_transfers(planned, self._in_place_bytes) if self.split else (planned, ())
+            try:
+                placed, part_of, part_start = self._take(slot, bucket, transfers, export)
+            except BaseException:
+                # Nobody will be told to take part in what has been started.
+                self._abandon()
+                raise
             yield BroadcastBucket(
                 group=self._group_name,
                 host=self._meeting.host,
@@ -113,21 +130,22 @@ class BroadcastSender:
                 tensors=placed,
                 update_id=update_id,
                 index=bucket.index,
+                transfers=transfers,
                 part_of=part_of,
                 part_start=part_start,
-                last=bucket is plan[-1],
+                last=planned is plan[-1],
             )
         export.finish()
-        self._finish(0)
-        self._finish(1)
+        for slot in self._slots:
+            self._finish(slot)
 
     def acknowledge(self, update_id: str, index: int) -> None:
-        """Buffers are guarded by their collectives: nothing to do."""
+        """Memory is guarded by its collectives: nothing to do."""
 
     def release(self, update_id: str) -> None:
         """The update is over; a group that still waits for somebody, or that somebody has left, is given up."""
-        started = [future for future in self._sending if future is not None]
-        if any(not future.done() or future.exception() is not None for future in started):
+        over = [slot.over for slot in self._slots if slot.over is not None]
+        if any(not future.done() or future.exception() is not None for future in over):
             self._abandon()
 
     def close(self) -> None:
@@ -148,32 +166,65 @@ class BroadcastSender:
             timeout_s=self._meeting.timeout_s,
         )
 
-    def _start(self, slot: int, memory: Bytes) -> None:
+    def _take(
+        self, slot: _Slot, bucket: Bucket, transfers: Sequence[tuple[int, int]], export: CheckedExport
+    ) -> tuple[tuple[ShmTensor, ...], TensorSpec | None, int]:
+        """Start the collectives of a bucket, in the order of `transfers`; as `fill_bucket`."""
+        begin = max(transfers)[0] if transfers else 0
+        packed = [p for p in bucket.pieces if not transfers or p.num_bytes < self._in_place_bytes]
+        memory = slot.room(max((p.offset + p.num_bytes - begin for p in packed), default=0))
+
+        def deliver(piece: Piece, data: torch.Tensor) -> str | None:
+            if transfers and piece.num_bytes >= self._in_place_bytes:
+                self._start(slot, data)
+                return digest_bytes(data.cpu().numpy()) if self._digests else None
+            target = memory[piece.offset - begin :][: piece.num_bytes]
+            return fetch_with_digest(data, target, digests=self._digests)
+
+        described = fill_bucket(bucket, export, deliver, digests=self._digests)
+        self._start(slot, torch.from_numpy(memory))
+        slot.over = self._lane.submit(partial(self._wait, tuple(slot.started)))
+        return described
+
+    def _start(self, slot: _Slot, data: torch.Tensor) -> None:
+        if not len(data):
+            return
         if self._group is None:
             self._open()
         opened = self._group
         assert opened is not None
 
-        def collective() -> None:
-            group, tensor = opened.result(0), torch.from_numpy(memory)
+        def collective() -> Callable[[], None]:
+            group = opened.result(0)
             try:
-                group.broadcast(tensor if self._device == "cpu" else tensor.to(self._device), SENDER_RANK)
+                return group.broadcast(data.to(self._device), SENDER_RANK)
             except RuntimeError:
                 # Somebody is gone. The others must not wait for what will not come.
                 group.close()
                 raise
 
-        self._sending[slot] = self._lane.submit(collective)
+        slot.started.append(self._lane.submit(collective))
 
-    def _finish(self, slot: int) -> None:
-        future = self._sending[slot]
-        if future is None:
+    def _wait(self, started: Sequence[Future[Callable[[], None]]]) -> None:
+        """The end of a bucket's collectives, on their thread."""
+        opened = self._group
+        try:
+            for future in started:
+                future.result(0)()
+        except RuntimeError:
+            if opened is not None:
+                opened.result(0).close()
+            raise
+
+    def _finish(self, slot: _Slot) -> None:
+        if slot.over is None:
             return
         try:
-            future.result()
+            slot.over.result()
         except Exception as error:  # what the sending thread raised, handed on with a name
             raise WeightUpdateError(f"the broadcast of a bucket failed: {error}") from error
-        self._sending[slot] = None
+        slot.over = None
+        slot.started.clear()
 
     def _abandon(self) -> None:
         """Leave the group to its fate, and buffers that a hanging collective may still read with it."""
@@ -183,8 +234,22 @@ class BroadcastSender:
             self._lane = Lane("broadcast")
             if group.done() and group.exception() is None:
                 group.result().close()
-        self._sending = [None, None]
-        self._buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._slots = (_Slot(), _Slot())
+
+
+class _Slot:
+    """One bucket on its way: memory that small tensors are packed into, its collectives, and their end."""
+
+    def __init__(self) -> None:
+        self.started: list[Future[Callable[[], None]]] = []
+        self.over: Future[None] | None = None
+        self._memory: Bytes = np.empty(0, np.uint8)
+
+    def room(self, num_bytes: int) -> Bytes:
+        """Memory for packing, the same as for the bucket before when that was enough."""
+        if len(self._memory) < num_bytes:
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
 
 
 class BroadcastReceiver(Receiver):
@@ -203,14 +268,14 @@ class BroadcastReceiver(Receiver):
         self._group: Group | None = None
         self._group_name = ""
         self._meeting: Meeting | None = None
-        self._verifying: Future[Any] | None = None
+        self._verifying: list[Future[None]] = []
         self._verifier = Lane("verify")
         self._last: tuple[str, int] | None = None
 
     def load(self, bucket: BroadcastBucket) -> None:
-        """Take part in one collective; the bucket before is verified meanwhile, the last one before this returns.
+        """Take part in a bucket's collectives; each is verified during the next, the last one before this returns.
 
-        A repeated bucket is not received again: its collective is over.
+        A repeated bucket is not received again: its collectives are over.
 
         Raises:
             WeightUpdateError: names what is wrong with this bucket or the one before.
@@ -218,41 +283,51 @@ class BroadcastReceiver(Receiver):
         staging = self.staging(bucket.update_id)
         if self._last == (bucket.update_id, bucket.index):
             return
+        transfers = bucket.transfers or ((0, bucket.num_bytes),)
         group = self._join(bucket)
         # Tensors that came whole stay where they came: what is received here is what will serve.
-        memory: Bytes = np.empty(bucket.num_bytes, np.uint8)
-        tensor = torch.from_numpy(memory)
+        memory = self.memory.take(bucket.num_bytes)
+        before, self._verifying = self._verifying, []
         try:
-            if self._device == "cpu":
-                group.broadcast(tensor, SENDER_RANK)
-            else:
-                on_device = torch.empty_like(tensor, device=self._device)
-                group.broadcast(on_device, SENDER_RANK)
-                tensor.copy_(on_device)
+            _check_inside(transfers, bucket.num_bytes)
+            arriving = [self._receive(group, memory[begin : begin + length]) for begin, length in transfers]
+            for (begin, length), arrived in zip(transfers, arriving, strict=True):
+                arrived()
+                here = [t for t in bucket.tensors if begin <= t.offset <= t.offset + t.spec.num_bytes <= begin + length]
+                self._verifying.append(self._verifier.submit(partial(_verify, staging, bucket, here, memory)))
         except RuntimeError as error:
             self._leave()
             raise WeightUpdateError(f"bucket {bucket.index} did not arrive: {error}") from error
+        except WeightUpdateError:
+            self._leave()
+            raise
         self._last = (bucket.update_id, bucket.index)
-        self._settle()
-
-        def verify() -> None:
-            for placed in bucket.tensors:
-                data = memory[placed.offset : placed.offset + placed.spec.num_bytes]
-                if bucket.part_of is None:
-                    staging.adopt(placed.spec, data)
-                else:
-                    staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
-
-        self._verifying = self._verifier.submit(verify)
+        _settle(before)
         if bucket.last:
             self._settle()
+
+    def _receive(self, group: Group, memory: Bytes) -> Callable[[], None]:
+        """Start one collective into host memory; the result waits until it is there."""
+        host = torch.from_numpy(memory)
+        if not len(host):
+            return lambda: None
+        if self._device == "cpu":
+            return group.broadcast(host, SENDER_RANK)
+        on_device = torch.empty_like(host, device=self._device)
+        wait = group.broadcast(on_device, SENDER_RANK)
+
+        def arrived() -> None:
+            wait()
+            host.copy_(on_device)
+
+        return arrived
 
     def commit(self, update_id: str) -> None:
         self._settle()
         super().commit(update_id)
 
     def rollback(self, update_id: str) -> None:
-        self._verifying = None
+        self._verifying = []
         super().rollback(update_id)
 
     def close(self) -> None:
@@ -261,9 +336,8 @@ class BroadcastReceiver(Receiver):
         self._verifier.close()
 
     def _settle(self) -> None:
-        future, self._verifying = self._verifying, None
-        if future is not None:
-            future.result()
+        verifying, self._verifying = self._verifying, []
+        _settle(verifying)
 
     def _join(self, bucket: BroadcastBucket) -> Group:
         if self._group is not None and self._group_name == bucket.group:
@@ -284,3 +358,24 @@ class BroadcastReceiver(Receiver):
         if self._group is not None:
             self._group.close()
             self._group, self._group_name = None, ""
+
+
+def _settle(verifying: Sequence[Future[None]]) -> None:
+    for future in verifying:
+        future.result()
+
+
+def _verify(staging: Staging, bucket: BroadcastBucket, tensors: Sequence[ShmTensor], memory: Bytes) -> None:
+    """Verify tensors of a bucket that are in `memory`, and leave them there if they are whole."""
+    for placed in tensors:
+        data = memory[placed.offset : placed.offset + placed.spec.num_bytes]
+        if bucket.part_of is None:
+            staging.adopt(placed.spec, data)
+        else:
+            staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
+
+
+def _check_inside(transfers: Sequence[tuple[int, int]], num_bytes: int) -> None:
+    for begin, length in transfers:
+        if begin < 0 or length < 0 or begin + length > num_bytes:
+            raise WeightUpdateError(f"a transfer of bytes [{begin}, {begin + length}) in a bucket of {num_bytes}")

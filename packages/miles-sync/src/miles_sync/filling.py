@@ -1,17 +1,23 @@
-"""Writes the tensors of one bucket into host memory, digesting as it copies."""
+"""Hands the tensors of one bucket, piece by piece, to whoever delivers them, and describes what was delivered."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from miles_contracts import ShmTensor, TensorSpec
-from miles_sync.buckets import Bucket
+from miles_sync.buckets import Bucket, Piece
 from miles_sync.export import CheckedExport
-from miles_sync.tensors import Bytes, fetch_with_digest
+
+Deliver = Callable[[Piece, torch.Tensor], str | None]
+"""Gets a piece and its flat uint8 bytes on their device; returns their digest, None without digests."""
 
 
 def fill_bucket(
-    bucket: Bucket, memory: Bytes, export: CheckedExport, *, digests: bool
+    bucket: Bucket, export: CheckedExport, deliver: Deliver, *, digests: bool
 ) -> tuple[tuple[ShmTensor, ...], TensorSpec | None, int]:
-    """Copy a bucket's tensors to their offsets in `memory` (uint8, at least `bucket.num_bytes`).
+    """Deliver the pieces of a bucket in the manifest's order.
 
     Returns:
         What lies where, with digests; for a part of a split tensor the spec of the whole; the part's first byte.
@@ -23,8 +29,7 @@ def fill_bucket(
     part_of: TensorSpec | None = None
     for piece in bucket.pieces:
         data = export.bytes_of(piece.spec)
-        target = memory[piece.offset : piece.offset + piece.num_bytes]
-        digest = fetch_with_digest(data[piece.start : piece.start + piece.num_bytes], target, digests=digests)
+        digest = deliver(piece, data[piece.start : piece.start + piece.num_bytes])
         name, dtype, shape = piece.spec.name, piece.spec.dtype, piece.spec.shape
         if not piece.whole:
             whole = export.whole_digest(piece.spec) if digests else None

@@ -23,8 +23,11 @@ from miles_contracts import DeadlineExceededError, InvalidFieldError, update_gro
 class Group(Protocol):
     """What the transports need of a communicator."""
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` on every rank with the root's; returns when this rank's part is done."""
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], None]:
+        """Start filling `tensor` on every rank with the root's; the result waits for this rank's part.
+
+        Several may be under way; every rank has to start them in the same order.
+        """
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start sending to a rank; the result waits for it."""
@@ -99,18 +102,19 @@ class _TorchGroup:
     def __init__(self, group: Any, meeting: Meeting) -> None:
         self._group, self._meeting = group, meeting
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], None]:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._group.broadcast([tensor], options).wait()
+        work = self._group.broadcast([tensor], options)
+        return lambda: _wait(work, tensor.device)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         work = self._group.send([tensor], rank, 0)
-        return lambda: _wait(work)
+        return lambda: _wait(work, tensor.device)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         work = self._group.recv([tensor], rank, 0)
-        return lambda: _wait(work)
+        return lambda: _wait(work, tensor.device)
 
     def close(self) -> None:
         if self._group is not None:
@@ -123,8 +127,11 @@ def _end(held: list[Any]) -> None:
     held.pop().abort()
 
 
-def _wait(work: Any) -> None:
+def _wait(work: Any, device: torch.device) -> None:
     work.wait()
+    if device.type == "cuda":
+        # NCCL's wait orders the stream behind the collective; here it has to be over, for its memory is used again.
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Lane:
@@ -153,3 +160,4 @@ class Lane:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - task supervisor: handed to whoever waits
                 future.set_exception(error)
+            del item, future, call  # or what they refer to would live until the next call

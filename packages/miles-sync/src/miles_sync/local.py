@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from miles_contracts import ShmBucket, ShmTensor, WeightManifest, WeightUpdateError
-from miles_sync.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Piece, plan_buckets
 from miles_sync.export import CheckedExport
-from miles_sync.filling import fill_bucket
+from miles_sync.filling import Deliver, fill_bucket
 from miles_sync.segments import Segment, SegmentPool
 from miles_sync.staging import Receiver
-from miles_sync.tensors import Bytes
+from miles_sync.tensors import Bytes, fetch_with_digest
 from miles_sync.verify import Comparison, Difference, Tolerance
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -79,7 +79,7 @@ class LocalSender:
             self._make_room(update_id)
             segment = self._pool.take(bucket.num_bytes)
             live[bucket.index] = segment
-            placed, part_of, part_start = fill_bucket(bucket, segment.array, source, digests=self._digests)
+            placed, part_of, part_start = fill_bucket(bucket, source, self._writer(segment), digests=self._digests)
             yield ShmBucket(
                 path=str(segment.path),
                 num_bytes=bucket.num_bytes,
@@ -90,6 +90,13 @@ class LocalSender:
                 part_start=part_start,
             )
         source.finish()
+
+    def _writer(self, segment: Segment) -> Deliver:
+        def write(piece: Piece, data: torch.Tensor) -> str | None:
+            target = segment.array[piece.offset : piece.offset + piece.num_bytes]
+            return fetch_with_digest(data, target, digests=self._digests)
+
+        return write
 
     def acknowledge(self, update_id: str, index: int) -> None:
         """Every receiver has this bucket: its segment may go. Unknown buckets are ignored (a repeated call)."""

@@ -8,14 +8,16 @@ from miles_contracts import ShmBucket, ShmTensor, TensorSpec
 
 
 class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast_bucket"):
-    """What the next collective brings.
+    """What the next collectives bring.
 
     Attributes:
         group: name of the group; a receiver joins it when it is new.
         host, port: the meeting point of the group.
         receivers: names of the receivers; the i-th has rank i + 1.
-        num_bytes: length of the collective's buffer.
-        tensors: what lies where in it, without gaps.
+        num_bytes: bytes of the bucket.
+        tensors: what lies where in it.
+        transfers: (first byte, length) of each collective, in order; none: one of the whole bucket, in which the
+            tensors lie without gaps.
         update_id, index, part_of, part_start: as in `ShmBucket`.
         last: no other bucket of this update comes after it.
     """
@@ -28,6 +30,7 @@ class BroadcastBucket(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast_
     tensors: tuple[ShmTensor, ...]
     update_id: str
     index: int
+    transfers: tuple[tuple[int, int], ...] = ()
     part_of: TensorSpec | None = None
     part_start: int = 0
     last: bool = False

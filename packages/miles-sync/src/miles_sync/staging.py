@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from miles_contracts import TensorSpec, WeightManifest, WeightUpdateError
+from miles_sync.recycling import Recycler
 from miles_sync.tensors import Bytes, copy_with_digest, digest_bytes, from_bytes
 
 
 class Staging:
     """Tensors of an update that is under way. Deliveries may come in any order and more than once."""
 
-    def __init__(self, update_id: str, manifest: WeightManifest) -> None:
+    def __init__(self, update_id: str, manifest: WeightManifest, memory: Recycler) -> None:
         self.update_id = update_id
         self.manifest = manifest
         self._specs = {spec.name: spec for spec in manifest.tensors}
+        self._memory = memory
         self._data: dict[str, Bytes] = {}
         self._parts: dict[str, dict[int, int]] = {}
         self._whole: dict[str, str] = {}
@@ -30,7 +31,7 @@ class Staging:
         expected = self._expected(whole, start, len(data))
         target = self._data.get(whole.name)
         if target is None:
-            target = self._data[whole.name] = np.empty(expected.num_bytes, np.uint8)
+            target = self._data[whole.name] = self._memory.take(expected.num_bytes)
         parts = self._parts.setdefault(whole.name, {})
         # A failed second delivery has spoilt the first one's bytes: they must not count as present.
         parts.pop(start, None)
@@ -91,9 +92,14 @@ class Staging:
 
 
 class Receiver:
-    """Holds the weights that are served, and at most one update in the making, invisible until it is committed."""
+    """Holds the weights that are served, and at most one update in the making, invisible until it is committed.
+
+    That is the model's size twice during an update, because nothing that serves may be written before everything is
+    verified. It stays so between updates: the memory of the version before is what the next one is put into.
+    """
 
     def __init__(self) -> None:
+        self.memory = Recycler()
         self.version: int | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self._staging: Staging | None = None
@@ -109,7 +115,7 @@ class Receiver:
         if update_id in (self._closed, self._committed):
             raise WeightUpdateError(f"update {update_id} is over here")
         if self._staging is None or self._staging.update_id != update_id:
-            self._staging = Staging(update_id, manifest)
+            self._staging = Staging(update_id, manifest, self.memory)
 
     def commit(self, update_id: str) -> None:
         """Swap the update in. Committing the same one again changes nothing.

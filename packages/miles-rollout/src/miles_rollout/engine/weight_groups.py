@@ -7,9 +7,9 @@ that cannot take part leaves its group at once, and leaving makes the collective
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -29,6 +29,11 @@ from miles_contracts import (
 )
 
 SENDER_RANK = 0
+
+TRANSFERS = "miles_transfers"
+"""The load format of buckets whose large tensors come in broadcasts of their own."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WeightGroups:
@@ -124,21 +129,22 @@ class TorchGroup:
             raise WeightUpdateError(reason) from error
 
     def receive(self, bucket: Mapping[str, Any]) -> Sequence[Arrival]:
-        """One broadcast for all tensors behind each other (`flattened_bucket`), or one for each (no load format)."""
+        """One broadcast for all tensors behind each other (`flattened_bucket`), or one for each (no load format).
+
+        Our own form, `miles_transfers`, states where tensors lie (`offsets`) and what each broadcast brings
+        (`transfers`: first byte, length).
+        """
         specs = _specs(bucket)
-        load_format = bucket.get("load_format")
-        if load_format not in (None, "flattened_bucket"):
-            raise InvalidFieldError("load_format", load_format, "use flattened_bucket, or leave it out")
-        ends = np.cumsum([spec.num_bytes for spec in specs]).tolist()
-        memory = self._memory(ends[-1])
-        parts = [memory[end - spec.num_bytes : end] for end, spec in zip(ends, specs, strict=True)]
-        for piece in [memory] if load_format == "flattened_bucket" else parts:
-            self._broadcast(piece)
+        offsets, transfers = _laid_out(bucket, specs)
+        memory = self._memory(max(begin + length for begin, length in transfers))
+        waits = [self._broadcast(memory[begin : begin + length]) for begin, length in transfers if length]
+        for wait in waits:
+            wait()
         whole, start = bucket.get("part_of"), bucket.get("part_start", 0)
         part_of = None if whole is None else msgspec.convert(whole, TensorSpec)
         return [
-            Arrival(spec=spec, data=data, part_of=part_of, part_start=start)
-            for spec, data in zip(specs, parts, strict=True)
+            Arrival(spec=spec, data=memory[at : at + spec.num_bytes], part_of=part_of, part_start=start)
+            for spec, at in zip(specs, offsets, strict=True)
         ]
 
     def close(self) -> None:
@@ -154,19 +160,29 @@ class TorchGroup:
             self._buffers[slot] = np.empty(num_bytes, np.uint8)
         return self._buffers[slot][:num_bytes]
 
-    def _broadcast(self, memory: NDArray[np.uint8]) -> None:
-        if not len(memory):
-            return
+    def _broadcast(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        """Start one; the result waits until it is in `memory`."""
         options = dist.BroadcastOptions()
         options.rootRank = SENDER_RANK
         tensor = torch.from_numpy(memory)
         on_device = tensor if self._device == "cpu" else torch.empty_like(tensor, device=self._device)
         try:
-            self._group.broadcast([on_device], options).wait()
+            work = self._group.broadcast([on_device], options)
         except (RuntimeError, AttributeError) as error:  # the latter: we have left it meanwhile
-            raise WeightUpdateError(f"a broadcast in group {self._name} failed: {error}") from error
-        if on_device is not tensor:
-            tensor.copy_(on_device)
+            raise self._failed(error) from error
+
+        def arrived() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failed(error) from error
+            if on_device is not tensor:
+                tensor.copy_(on_device)
+
+        return arrived
+
+    def _failed(self, error: Exception) -> WeightUpdateError:
+        return WeightUpdateError(f"a broadcast in group {self._name} failed: {error}")
 
 
 def _end(held: list[Any]) -> None:
@@ -189,3 +205,27 @@ def _specs(bucket: Mapping[str, Any]) -> list[TensorSpec]:
         TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), digest=found)
         for name, dtype, shape, found in zip(names, dtypes, shapes, digests, strict=True)
     ]
+
+
+def _laid_out(bucket: Mapping[str, Any], specs: Sequence[TensorSpec]) -> tuple[list[int], list[tuple[int, int]]]:
+    """First byte of each tensor in the bucket; first byte and length of each broadcast."""
+    load_format = bucket.get("load_format")
+    if load_format == TRANSFERS:
+        try:
+            offsets = msgspec.convert(bucket.get("offsets"), list[_Count])
+            transfers = msgspec.convert(bucket.get("transfers"), list[tuple[_Count, _Count]])
+        except msgspec.ValidationError as error:
+            raise InvalidFieldError("transfers", bucket.get("transfers"), f"lists of whole numbers: {error}") from error
+        if len(offsets) != len(specs) or not transfers:
+            raise InvalidFieldError("offsets", offsets, f"give one for each of {len(specs)} tensors, and the transfers")
+        for at, spec in zip(offsets, specs, strict=True):
+            if not any(begin <= at and at + spec.num_bytes <= begin + length for begin, length in transfers):
+                raise InvalidFieldError("offsets", at, f"no transfer brings the bytes of {spec.name}")
+        return offsets, transfers
+    if load_format not in (None, "flattened_bucket"):
+        raise InvalidFieldError("load_format", load_format, f"use flattened_bucket or {TRANSFERS}, or leave it out")
+    ends = np.cumsum([spec.num_bytes for spec in specs]).tolist()
+    offsets = [end - spec.num_bytes for end, spec in zip(ends, specs, strict=True)]
+    if load_format is None:
+        return offsets, [(at, spec.num_bytes) for at, spec in zip(offsets, specs, strict=True)]
+    return offsets, [(0, ends[-1])]

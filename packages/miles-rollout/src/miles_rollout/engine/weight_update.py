@@ -6,6 +6,10 @@
 Buckets are copied into staged tensors beside the serving ones, on a worker thread, while the engine goes on
 sampling; every tensor's digest is computed from the staged copy and compared with the sender's. The commit
 swaps the staged tensors in, on the model thread between two steps.
+
+So an update needs the model's memory twice: nothing that serves may be written before everything is verified. On the
+host the second half stays between updates, because touching new pages costs as much as copying: what version n - 1
+used is where version n + 1 is staged.
 """
 
 from __future__ import annotations
@@ -41,13 +45,19 @@ class StagedWeights:
     Args:
         layout: where canonical tensors live.
         expected: what will be put, by canonical name; everything must arrive before `swap`.
+        spare: memory of the layout's tensors that nothing uses any more, by name; taken out of here as it is used.
     """
 
-    def __init__(self, layout: WeightLayout, expected: dict[str, TensorSpec]) -> None:
+    def __init__(
+        self, layout: WeightLayout, expected: dict[str, TensorSpec], spare: dict[str, torch.Tensor] | None = None
+    ) -> None:
         self._layout = layout
         self.expected = expected
         self.missing = set(expected)
-        self._staged = {name: torch.empty_like(t.data) for name, t in layout.tensors.items()}
+        unused = {} if spare is None else spare
+        self._staged = {
+            name: unused.pop(name) if name in unused else torch.empty_like(t.data) for name, t in layout.tensors.items()
+        }
 
     def put(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Copy a canonical tensor to its staged place; returns the staged view."""
@@ -57,13 +67,15 @@ class StagedWeights:
         self.missing.discard(name)
         return place.read(target)
 
-    def swap(self) -> None:
-        """Make the staged tensors the serving ones (model thread only)."""
+    def swap(self) -> dict[str, torch.Tensor]:
+        """Make the staged tensors the serving ones (model thread only); returns those that served, by name."""
         if self.missing:
             names = ", ".join(sorted(self.missing)[:5])
             raise WeightUpdateError(f"{len(self.missing)} tensors never arrived: {names}", tensor=min(self.missing))
+        served = {}
         for name, tensor in self._layout.tensors.items():
-            tensor.data = self._staged[name]
+            served[name], tensor.data = tensor.data, self._staged[name]
+        return served
 
 
 class Pieces:
@@ -101,6 +113,7 @@ class WeightUpdates:
         self._staged: StagedWeights | None = None
         self._manifest: WeightManifest | None = None
         self._pieces: dict[str, Pieces] = {}
+        self._spare: dict[str, torch.Tensor] = {}
         self._update_id: str | None = None
         self._committed: str | None = None
 
@@ -121,7 +134,7 @@ class WeightUpdates:
                 reason = f"update {self._update_id!r} is open; end it first (commit: false forgets it)"
                 raise WeightUpdateError(reason)
             self._check(manifest.tensors)
-            self._staged = StagedWeights(self.layout, {t.name: t for t in manifest.tensors})
+            self._staged = StagedWeights(self.layout, {t.name: t for t in manifest.tensors}, self._spare)
             self._manifest, self._update_id, self._pieces = manifest, update_id, {}
 
     def load_bucket(self, bucket: ShmBucket) -> None:
@@ -166,9 +179,13 @@ class WeightUpdates:
             assert staged is not None  # an open update has both
             assert manifest is not None
             try:
-                staged.swap()
+                served = staged.swap()
             finally:
                 self._forget()
+            if self._committed is not None:
+                # Nothing reads these any more. Those of the first commit are not ours: what a model was loaded into
+                # may be shared or a mapped file. A device's allocator keeps freed memory itself.
+                self._spare = {name: tensor for name, tensor in served.items() if tensor.device.type == "cpu"}
             self._manifest, self._committed = manifest, update_id
             return str(manifest.version)
 
@@ -258,7 +275,7 @@ class WeightUpdates:
                 # Some checkpoints hold tied tensors twice.
                 specs = [s for s in specs if not (s.name in layout.aliases and layout.aliases[s.name] in names)]
                 self._check(tuple(specs))
-                staged = StagedWeights(layout, {s.name: s for s in specs})
+                staged = StagedWeights(layout, {s.name: s for s in specs}, self._spare)
                 for file in files:
                     for name, tensor in file.tensors():
                         if name in staged.expected:
