@@ -19,6 +19,7 @@ import msgspec
 
 from miles_contracts import Group, GroupFilter, InvalidFieldError
 from miles_rollout.metrics import BufferWindow
+from miles_rollout.order import TrainingOrder
 
 
 class Verdict(StrEnum):
@@ -77,7 +78,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupBuffer:
-    """Holds finished groups until the trainer takes the oldest that pass.
+    """Holds finished groups until the trainer takes the first that pass: the oldest, or by prompt.
 
     Args:
         max_groups: bound of waiting groups.
@@ -87,6 +88,7 @@ class GroupBuffer:
             group and the oldest version that sampled it; None for no limit.
         group_filter: says which groups are worth training, None keeps all.
         unknown_version: policy for groups with tokens of unknown version.
+        order: in which groups are taken.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class GroupBuffer:
         max_staleness: int | None = None,
         group_filter: GroupFilter | None = None,
         unknown_version: UnknownVersionPolicy = UnknownVersionPolicy.REFUSE,
+        order: TrainingOrder = TrainingOrder.ARRIVAL,
     ) -> None:
         if max_groups < 1:
             raise InvalidFieldError("max_groups", max_groups, "a buffer holds at least one group")
@@ -109,14 +112,20 @@ class GroupBuffer:
         self._max_staleness = max_staleness
         self._filter = group_filter
         self._unknown = UnknownVersionPolicy(unknown_version)
+        self._by_prompt = TrainingOrder(order) is TrainingOrder.PROMPT
         self._waiting: list[Entry] = []
         self._leased: dict[int, Entry] = {}
         self._bytes = 0
-        self._order = 0
+        self._arrivals = 0
         self._window = BufferWindow()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def order(self) -> TrainingOrder:
+        """In which groups are taken."""
+        return TrainingOrder.PROMPT if self._by_prompt else TrainingOrder.ARRIVAL
 
     @property
     def num_bytes(self) -> int:
@@ -140,43 +149,68 @@ class GroupBuffer:
             self._window.drop(dropped.verdict, dropped.reason, group)
         return dropped
 
-    def has_room(self, group: Group, *, demand: int = 0) -> bool:
+    def waiting_before(self, prompt_index: int) -> int:
+        """Waiting groups that come before a prompt in the stream."""
+        return sum(e.group.prompt_index < prompt_index for e in self._waiting)
+
+    def fits(self, group: Group) -> bool:
+        """True when the bound of bytes admits `group`."""
+        return self._max_bytes is None or not self._waiting or self._bytes + group.num_bytes <= self._max_bytes
+
+    def has_room(self, group: Group, *, demand: int = 0, reserved: int = 0) -> bool:
         """True when `group` may be put.
 
         Args:
             group: what is to be put.
             demand: groups that a trainer is waiting for; while fewer are here the byte bound does not hold,
                 because nothing would ever empty the buffer.
+            reserved: room that is kept for others.
         """
-        if len(self._waiting) >= self._max_groups:
+        if len(self._waiting) + reserved >= self._max_groups:
             return False
-        fits = self._max_bytes is None or not self._waiting or self._bytes + group.num_bytes <= self._max_bytes
-        return fits or len(self._waiting) < demand
+        return self.fits(group) or len(self._waiting) < demand
 
     def put(self, group: Group, *, generation_s: float, now: float) -> None:
-        """Store a group that `judge` accepted and `has_room` admits."""
-        if len(self._waiting) >= self._max_groups:
+        """Store a group that `judge` accepted and `has_room` admits.
+
+        By prompt whoever puts groups keeps the bound: the next batch has room even where a restored buffer is too
+        full already (`Discipline.has_room`).
+        """
+        if len(self._waiting) >= self._max_groups and not self._by_prompt:
             raise InvalidFieldError("buffer", len(self._waiting), "it is full; wait until has_room says so")
-        self._append(Entry(group=group, generation_s=generation_s, put_at=now, order=self._order))
+        self._append(Entry(group=group, generation_s=generation_s, put_at=now, order=self._arrivals))
 
-    def collect(self, count: int, *, train_version: int, now: float, engine_version: int | None = None) -> Batch:
-        """Lease the `count` oldest groups that pass, or none at all while there are fewer.
+    def collect(
+        self,
+        count: int,
+        *,
+        train_version: int,
+        now: float,
+        engine_version: int | None = None,
+        before: int | None = None,
+    ) -> Batch:
+        """Lease the first `count` groups that pass, or none at all while there are fewer.
 
-        Groups too stale for `train_version` leave the buffer in either case and are in `Batch.stale`.
+        Groups too stale for `train_version` leave the buffer in either case and are in `Batch.stale`. By prompt no
+        batch is given together with them: if one of them is tried again, the batch has to wait for it.
 
         Args:
             count: groups in the batch.
             train_version: optimiser updates in the weights that the batch will update.
             now: for the waiting times.
             engine_version: version that engines serve, to tell publish lag from queue wait.
+            before: take only groups that come before this prompt in the stream; None for all.
         """
         if not 1 <= count <= self._max_groups:
             raise InvalidFieldError("count", count, f"a batch has 1 to max_groups ({self._max_groups}) groups")
         stale = self._take_stale(train_version)
-        if len(self._waiting) < count:
+        ready = [e for e in self._waiting if before is None or e.group.prompt_index < before]
+        if len(ready) < count or (stale and self._by_prompt):
             return Batch(groups=(), stale=stale)
-        self._waiting.sort(key=lambda e: e.age_key)
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        ready.sort(key=lambda e: (e.group.prompt_index, 0) if self._by_prompt else e.age_key)
+        taken = ready[:count]
+        gone = {entry.order for entry in taken}
+        self._waiting = [e for e in self._waiting if e.order not in gone]
         for entry in taken:
             self._bytes -= entry.group.num_bytes
             self._leased[entry.group.prompt_index] = entry
@@ -213,12 +247,12 @@ class GroupBuffer:
         if self._waiting or self._leased:
             raise InvalidFieldError("buffer", len(self._waiting), "restore before anything is put")
         for entry in entries:
-            self._append(msgspec.structs.replace(entry, put_at=now, order=self._order))
+            self._append(msgspec.structs.replace(entry, put_at=now, order=self._arrivals))
 
     def _append(self, entry: Entry) -> None:
         self._waiting.append(entry)
         self._bytes += entry.group.num_bytes
-        self._order += 1
+        self._arrivals += 1
 
     def _refusal(self, group: Group) -> Dropped | None:
         if group.failed:

@@ -145,14 +145,17 @@ class Scheduler:
             raise InvalidFieldError("train version", next_train, f"the engines already serve {engine}")
         self._engine_version, self._next_train_version = engine, next_train
 
-    def refusal(self, *, buffered_groups: int, tokens_each: int) -> Refusal | None:
+    def refusal(self, *, buffered_groups: int, tokens_each: int, groups_ahead: int | None = None) -> Refusal | None:
         """Why one more group may not start now, or None when it may.
 
         Args:
             buffered_groups: finished groups that wait to be collected.
             tokens_each: most tokens that one of its trajectories can have.
+            groups_ahead: groups that will be trained before it; None for all that are outstanding.
         """
-        ahead = (len(self._groups) + buffered_groups) // self._batch * self._updates
+        if groups_ahead is None:
+            groups_ahead = len(self._groups) + buffered_groups
+        ahead = groups_ahead // self._batch * self._updates
         if self._next_train_version + ahead - self._engine_version > self._depth * self._updates:
             return Refusal.DEPTH
         if not self._trajectories:
@@ -176,6 +179,11 @@ class Scheduler:
         group = self._groups[prompt_index]
         if self._granularity is Granularity.SAMPLE and group.members:
             self._release(group, 1)
+
+    def all_members_done(self, prompt_index: int) -> None:
+        """Nothing of a group is generated any more: its slots are free, though the group is still outstanding."""
+        group = self._groups[prompt_index]
+        self._release(group, group.members)
 
     def group_done(self, prompt_index: int) -> None:
         """A group ended, in whatever way; all it still occupies is free, and it is no longer outstanding."""

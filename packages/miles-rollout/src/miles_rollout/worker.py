@@ -25,6 +25,7 @@ from miles_contracts import (
     Task,
 )
 from miles_rollout.buffer import Batch, Dropped, Entry, GroupBuffer
+from miles_rollout.discipline import Discipline
 from miles_rollout.episodes import EpisodeRunner, ErrorPolicy, GroupReward, WorkerConfig
 from miles_rollout.filters import FilterStreak
 from miles_rollout.ledger import Fate, Issue, Ledger
@@ -65,7 +66,8 @@ class RolloutWorker:
         generate: makes the trajectories of one member.
         buffer: where finished groups wait.
         scheduler: admission.
-        ledger: its `stride` must be 1 + `config.replace_members`; None makes one that drops unused prompts.
+        ledger: its `stride` must be 1 + `config.replace_members`, and its order the buffer's; None makes one that
+            drops unused prompts.
         group_reward: scores whole groups, for trajectories that `generate` left without a reward.
         config: timeouts and error policy.
         clock: seconds, for the figures only.
@@ -88,17 +90,16 @@ class RolloutWorker:
     ) -> None:
         self._config = config or WorkerConfig()
         stride = 1 + self._config.replace_members
-        self._ledger = ledger if ledger is not None else Ledger(stride=stride)
+        self._ledger = ledger if ledger is not None else Ledger(stride=stride, order=buffer.order)
         if self._ledger.stride != stride:
             raise InvalidFieldError("ledger.stride", self._ledger.stride, f"use 1 + replace_members, {stride}")
-        if buffer.max_groups < scheduler.batch_groups:
-            raise InvalidFieldError("max_groups", buffer.max_groups, f"one batch has {scheduler.batch_groups} groups")
         self._source = source
         self._episodes = EpisodeRunner(
             generate=generate, group_reward=group_reward, config=self._config, group_size=scheduler.group_size
         )
         self._buffer = buffer
         self._scheduler = scheduler
+        self._discipline = Discipline(scheduler, buffer, self._ledger)
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._parked: dict[int, Entry] = {}
@@ -169,7 +170,7 @@ class RolloutWorker:
     # -- the trainer's side -------------------------------------------------------------------------------
 
     async def collect(self, count: int, *, train_version: int) -> Batch:
-        """The oldest `count` groups that pass, leased until `confirm`.
+        """The first `count` groups that pass, in the order of training, leased until `confirm`.
 
         Args:
             count: groups in the batch.
@@ -187,11 +188,12 @@ class RolloutWorker:
                 self.check()
                 self._fill()
                 self._notify()
-                batch = self._buffer.collect(
+                batch = self._discipline.collect(
                     count,
                     train_version=train_version,
                     engine_version=self._scheduler.engine_version,
                     now=self._clock(),
+                    parked=self._parked,
                 )
                 for dropped in batch.stale:
                     self._settle(self._ledger.stale(dropped.group.prompt_index), dropped)
@@ -258,9 +260,7 @@ class RolloutWorker:
         if not self._running or self._death is not None:
             return
         tokens = self._config.tokens_per_trajectory
-        while not self._holds and not self._parked:
-            if self._scheduler.refusal(buffered_groups=len(self._buffer), tokens_each=tokens) is not None:
-                return
+        while not self._holds and self._discipline.may_start(parked=self._parked, tokens_each=tokens):
             try:
                 issue = self._ledger.begin_waiting()
                 task = self._source.at(issue.prompt_index) if issue is not None else self._source.next()
@@ -278,6 +278,7 @@ class RolloutWorker:
         try:
             done = functools.partial(self._member_done, issue.prompt_index)
             group = await self._episodes.run(task, issue, member_done=done)
+            self._scheduler.all_members_done(issue.prompt_index)
             await self._hand_over(group, self._clock() - started)
         finally:
             # A parked group stays parked when the worker is closed, so that `state` still has it.
@@ -295,10 +296,11 @@ class RolloutWorker:
             self._streak.kept()
             self._ledger.kept(group.prompt_index)
             entry = Entry(group=group, generation_s=generation_s, put_at=self._clock(), order=0)
-            while not self._buffer.has_room(group, demand=self._demand):
+            while not self._discipline.has_room(group, demand=self._demand):
                 self._mark_parked()
                 self._parked[group.prompt_index] = entry
                 self._parked_since = self._parked_since if self._parked_since is not None else self._clock()
+                self._fill()  # its slots are free for the retry of an earlier prompt
                 await self._changed.wait()
             self._mark_parked()
             self._buffer.put(group, generation_s=generation_s, now=entry.put_at)

@@ -13,6 +13,7 @@ from miles_contracts import (
 )
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.ledger import Ledger, UnusedPolicy
+from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity, Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig
 
@@ -60,6 +61,7 @@ def build(
     max_staleness: int | None = None,
     group_filter=None,
     group_reward=None,
+    order: TrainingOrder = TrainingOrder.ARRIVAL,
     **config,
 ) -> RolloutWorker:
     policy = UnusedPolicy.RETRY if retry else UnusedPolicy.DROP
@@ -67,7 +69,7 @@ def build(
     return RolloutWorker(
         source=CountingTasks(),
         generate=generate,
-        buffer=GroupBuffer(max_groups=max_groups, max_staleness=max_staleness, group_filter=group_filter),
+        buffer=GroupBuffer(max_groups=max_groups, max_staleness=max_staleness, group_filter=group_filter, order=order),
         scheduler=Scheduler(
             batch_groups=batch,
             group_size=size,
@@ -75,7 +77,7 @@ def build(
             max_trajectories=max_trajectories,
             granularity=granularity,
         ),
-        ledger=Ledger(on_failure=policy, on_stale=policy, max_retries=max_retries, stride=stride),
+        ledger=Ledger(on_failure=policy, on_stale=policy, max_retries=max_retries, stride=stride, order=order),
         group_reward=group_reward,
         config=WorkerConfig(**config),
     )
