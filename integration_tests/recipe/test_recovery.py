@@ -9,6 +9,21 @@ from pathlib import Path
 import pytest
 from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for, without_clock
 
+UNEVEN = """
+import asyncio
+import random
+
+from miles_qwen3.sorting import closeness
+
+
+async def reward(task, response):
+    if task.prompt_index % 4 == 1:
+        raise RuntimeError("the judge cannot tell")
+    await asyncio.sleep(random.random())
+    return await closeness(task, response)
+"""
+"""Every fourth prompt always fails; the others take their time."""
+
 
 def test_kill_and_resume_equals_an_uninterrupted_run_bit_for_bit(shell: Shell, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -36,6 +51,32 @@ def test_kill_and_resume_at_depth_1_trains_no_prompt_twice_and_loses_none(shell:
     shell.run("miles-qwen3", "train", "--resume", run)
     trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]
     assert len(trained) == len(set(trained)) == 12
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(600)
+def test_by_prompt_the_sequence_survives_the_death_of_trainer_and_driver(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "user_code.py").write_text(UNEVEN)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ("--steps", 12, "--pipeline-depth", 2, "--checkpoint-every", 2, "--rollout.order", "prompt")
+    options += ("--task.reward", "user_code:reward", "--task.eval_reward", "exact", "--rollout.max_attempts", 2)
+    options += ("--engine.replicas", 2, *SMALL)
+    shell.run("miles-qwen3", "train", "--run-dir", whole, *options)
+    process = shell.start("miles-qwen3", "train", "--run-dir", killed, *options)
+    wait_for(lambda: len(records(killed)) >= 4, process)
+    trainer = next(pid for pid, line in descendants(process.pid).items() if "miles_loop.trainer_process" in line)
+    os.kill(trainer, signal.SIGKILL)
+    wait_for(lambda: "going back to" in (killed / "logs" / "driver.log").read_text(), process)
+    wait_for(lambda: records(killed)[-1]["step"] >= 6, process)
+    below = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in below))
+    shell.run("miles-qwen3", "train", "--resume", killed)
+    ledger = records(killed, "ledger.jsonl")
+    assert [prompt for entry in ledger for prompt, _ in entry["prompts"]] == [i for i in range(32) if i % 4 != 1]
+    assert ledger == records(whole, "ledger.jsonl")
+    assert all(r.get("rollout/token_mismatches", 0) == 0 for r in records(killed))
 
 
 def test_interrupt_ends_all_processes_and_can_be_continued(shell: Shell, tmp_path: Path) -> None:

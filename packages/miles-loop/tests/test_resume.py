@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
 import pytest
-from loop_toy.harness import Command, alive, children, records, wait_for, wait_for_records, without_clock
+from loop_toy.harness import (
+    Command,
+    alive,
+    children,
+    named_child,
+    records,
+    wait_for,
+    wait_for_records,
+    without_clock,
+)
 
 from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
 
@@ -81,6 +92,29 @@ def test_asynchronous_resume_loses_no_prompt_and_trains_none_twice(fast: Command
     assert not waiting & set(trained)
     assert waiting | set(trained) == set(range(rollout.source["next"]))
     assert all(r.get("rollout/token_mismatches", 0) == 0 for r in records(run))
+
+
+@pytest.mark.parametrize("victim", ["driver", "trainer"])
+def test_by_prompt_a_killed_run_trains_the_same_sequence(fast: Command, tmp_path: Path, victim: str) -> None:
+    run, whole = tmp_path / "killed", tmp_path / "whole"
+    options = ("--plain", "--steps", 10, "--pipeline-depth", 2, "--checkpoint-every", 2, "--rollout.order", "prompt")
+    options += ("--task.reward", "loop_toy.scores:uneven", "--task.eval_reward", "loop_toy.recipe:vowels")
+    options += ("--rollout.max_attempts", 2)
+    fast.run("train", "--run-dir", whole, *options)
+    process = fast.start("train", "--run-dir", run, *options, FAKE_STEP_S="0.2")
+    wait_for_records(process, run, 5)
+    if victim == "driver":
+        process.kill()
+        process.wait()
+        fast.run("train", "--resume", run, "--plain")
+    else:
+        os.kill(named_child(process.pid, "loop_toy.trainer"), signal.SIGKILL)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        assert "going back to" in out
+    ledger = records(run, "ledger.jsonl")
+    assert [prompt for entry in ledger for prompt, _ in entry["prompts"]] == [i for i in range(25) if i % 5 != 2]
+    assert ledger == records(whole, "ledger.jsonl")
 
 
 def test_steps_may_be_added_and_the_stream_goes_on(fast: Command, tmp_path: Path, whole: Path) -> None:

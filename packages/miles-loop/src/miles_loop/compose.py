@@ -91,9 +91,7 @@ def make_tasks(config: TaskConfig, seed: int) -> Tasks:
         )
 
     def part(*, shuffle: bool, skip: int = 0, limit: int | None = None) -> TaskSource:
-        return JsonlTasks(
-            path, seed=seed, shuffle=shuffle, system_prompt=config.system_prompt, skip=skip, limit=limit
-        )
+        return JsonlTasks(path, seed=seed, shuffle=shuffle, system_prompt=config.system_prompt, skip=skip, limit=limit)
 
     return Tasks(part(shuffle=config.shuffle, limit=left), part(shuffle=False, skip=left))
 
@@ -255,6 +253,7 @@ def make_rollout(
             max_bytes=rollout.buffer_mib * 2**20,
             max_staleness=config.max_staleness,
             group_filter=arrived,
+            order=rollout.order,
         ),
         scheduler=scheduler,
         ledger=Ledger(
@@ -262,6 +261,7 @@ def make_rollout(
             on_stale=UnusedPolicy(rollout.on_stale),
             max_retries=rollout.max_attempts - 1,
             stride=1 + rollout.replace_members,
+            order=rollout.order,
         ),
         config=WorkerConfig(
             tokens_per_trajectory=tokens,

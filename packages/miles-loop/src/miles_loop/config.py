@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import PauseMode
 from miles_rollout.engine_identity import EngineDtype, EngineKind
+from miles_rollout.order import TrainingOrder
 from miles_rollout.router import RouterConfig
 from miles_rollout.sglang_launch import SglangOptions
 from miles_trainer.config import TrainerConfig
@@ -130,6 +131,9 @@ class RolloutConfig(Section):
     """Groups (prompts) in one training batch."""
     group_size: Positive = 8
     """Answers sampled per prompt."""
+    order: TrainingOrder = TrainingOrder.ARRIVAL
+    """Order of training: finished groups of the oldest weights first (`arrival`), or strictly the order of the
+    prompts (`prompt`): the same sequence in every run and across a resume, but a slow group holds up later ones."""
     max_staleness: NonNegative | None = None
     """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
     depth + 1."""
@@ -401,11 +405,12 @@ class RayConfig(Section):
     """`pack` (few nodes, when they have room), `spread` (many), `strict_pack` (one node or none), `strict_spread` (a
     node for each)."""
     trainer_cpus: Annotated[float, Field(gt=0)] | None = None
-    """CPUs of the trainer's actor; default: `runtime.trainer_threads`."""
+    """CPUs of each trainer rank's actor; default: `runtime.trainer_threads`."""
     trainer_gpus: NonNegative | None = None
-    """GPUs of the trainer's actor; default: 1 when `trainer.device` is a GPU, or may be one and engines have GPUs."""
+    """GPUs of each trainer rank's actor; default: 1 when `trainer.device` is a GPU, or may be one and engines have
+    GPUs."""
     trainer_resources: dict[str, float] = {}
-    """Custom resources of the trainer's actor, for example `--runtime.ray.trainer_resources.big_memory 1`."""
+    """Custom resources of each trainer rank's actor, for example `--runtime.ray.trainer_resources.big_memory 1`."""
     engine_cpus: Annotated[float, Field(gt=0)] | None = None
     """CPUs of each engine's actor; default: `engine.threads`."""
     engine_gpus: NonNegative | None = None
@@ -428,10 +433,14 @@ class RuntimeConfig(Section):
     kind: RuntimeKind = RuntimeKind.LOCAL
     """`local` (child processes on this machine) or `ray` (actors on the nodes of a Ray cluster)."""
     ray: RayConfig = RayConfig()
+    trainer_ranks: Positive = 1
+    """Processes that train together: each holds the whole model and trains its share of every batch (data parallel)."""
+    trainer_rank_timeout_s: Seconds = 600.0
+    """How long trainer ranks wait for one of them before all are started again from the newest checkpoint."""
     trainer_threads: Positive = 1
-    """CPU threads of the trainer process."""
+    """CPU threads of each trainer process."""
     trainer_restarts: NonNegative = 1
-    """How often the run goes back to its newest checkpoint by itself when the trainer process dies."""
+    """How often the run goes back to its newest checkpoint by itself when a trainer process dies or hangs."""
     rollout_workers: NonNegative | None = None
     """Processes that make answers (renderer, session server, agents, rewards and router); 0 makes them in the driver's
     own process. Default: 0 on this machine, 1 on a Ray cluster."""
@@ -489,6 +498,15 @@ class RunConfig(Section):
         """Rollout worker processes, with their default resolved."""
         asked = self.runtime.rollout_workers
         return int(self.runtime.kind is RuntimeKind.RAY) if asked is None else asked
+
+    @model_validator(mode="after")
+    def _ranks_have_devices(self) -> RunConfig:
+        ranks, device = self.runtime.trainer_ranks, self.trainer.device
+        if ranks > 1 and self.runtime.kind is RuntimeKind.LOCAL and device.startswith("cuda:"):
+            raise ValueError(
+                f"trainer.device: {ranks} trainer ranks cannot share {device}; use cuda, of which each takes its own"
+            )
+        return self
 
     @property
     def max_staleness(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from miles_contracts import Group, Task, Trajectory
@@ -29,3 +30,11 @@ def lengths(tasks: Sequence[Task], responses: Sequence[str]) -> list[float]:
     """Scores a batch."""
     assert len(tasks) == len(responses)
     return [float(len(response)) for response in responses]
+
+
+async def uneven(task: Task, response: str) -> float:
+    """Every fifth prompt always fails; odd prompts are scored at once, and even ones are overtaken."""
+    if task.prompt_index % 5 == 2:
+        raise RuntimeError("the judge cannot tell")
+    await asyncio.sleep(0.0 if task.prompt_index % 2 else 0.2)
+    return float(len(response))

@@ -26,6 +26,7 @@ from miles_loop.plan.simulate import simulate
 from miles_loop.plan.workload import RandomWorkload
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.ledger import Ledger
+from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity, Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig
 
@@ -89,7 +90,12 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
     worker = RolloutWorker(
         source=Prompts(),
         generate=generate,
-        buffer=GroupBuffer(max_groups=pipeline.room, max_staleness=pipeline.max_staleness, group_filter=decide),
+        buffer=GroupBuffer(
+            max_groups=pipeline.room,
+            max_staleness=pipeline.max_staleness,
+            group_filter=decide,
+            order=pipeline.order,
+        ),
         scheduler=Scheduler(
             batch_groups=pipeline.batch_groups,
             group_size=pipeline.group_size,
@@ -97,7 +103,12 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
             max_trajectories=pipeline.max_in_flight,
             granularity=pipeline.granularity,
         ),
-        ledger=Ledger(on_failure=pipeline.on_failure, on_stale=pipeline.on_stale, max_retries=pipeline.max_retries),
+        ledger=Ledger(
+            on_failure=pipeline.on_failure,
+            on_stale=pipeline.on_stale,
+            max_retries=pipeline.max_retries,
+            order=pipeline.order,
+        ),
         config=WorkerConfig(tokens_per_trajectory=1),
         clock=loop.time,
     )
@@ -143,8 +154,42 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
             ),
             workload(failure_rate=0.03, filter_rate=0.2, spread=0.3),
         ),
+        (
+            Pipeline(
+                batch_groups=4,
+                group_size=4,
+                depth=6,
+                buffer_groups=6,
+                order=TrainingOrder.PROMPT,
+                steps=STEPS,
+                warmup=0,
+            ),
+            workload(spread=0.3),
+        ),
+        (
+            Pipeline(
+                batch_groups=3,
+                group_size=4,
+                depth=4,
+                max_in_flight=24,
+                granularity=Granularity.GROUP,
+                max_staleness=2,
+                order=TrainingOrder.PROMPT,
+                steps=STEPS,
+                warmup=0,
+            ),
+            workload(failure_rate=0.03, filter_rate=0.2, spread=0.3),
+        ),
     ],
-    ids=["synchronous", "one ahead", "buffer bound", "fully asynchronous", "drops and retries"],
+    ids=[
+        "synchronous",
+        "one ahead",
+        "buffer bound",
+        "fully asynchronous",
+        "drops and retries",
+        "by prompt",
+        "by prompt, drops and retries",
+    ],
 )
 def test_the_simulation_makes_the_steps_of_the_real_worker(pipeline: Pipeline, work: RandomWorkload) -> None:
     trainer = TrainerRates(fixed_s=0.3, prepare_s=0.02, overhead_s=0.01)

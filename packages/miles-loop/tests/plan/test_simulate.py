@@ -15,6 +15,7 @@ from miles_loop.plan.settings import Pipeline, TrainerRates
 from miles_loop.plan.simulate import PlanError, Simulation, simulate
 from miles_loop.plan.workload import Pareto
 from miles_rollout.ledger import UnusedPolicy
+from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity
 
 ENGINE = EngineRates(base_s=0.002, per_sequence_s=0.0005)
@@ -32,6 +33,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         buffer_groups=draw(st.none() | st.integers(batch, 3 * batch)),
         max_staleness=draw(st.none() | st.integers(1, 4)),
         granularity=draw(st.sampled_from(Granularity)),
+        order=draw(st.sampled_from(TrainingOrder)),
         on_failure=draw(st.sampled_from(UnusedPolicy)),
         on_stale=draw(st.sampled_from(UnusedPolicy)),
         retract=draw(st.booleans()),

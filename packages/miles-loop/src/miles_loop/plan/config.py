@@ -15,6 +15,7 @@ from miles_loop.plan.settings import Pipeline, TrainerRates
 from miles_loop.plan.shapes import find_shape
 from miles_loop.plan.workload import Lengths, Pareto, RandomWorkload
 from miles_rollout.ledger import UnusedPolicy
+from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,6 +57,9 @@ class PipelineSection(Section):
     """Oldest usable group in updates; `auto` is a run's default, the depth + 1 (no limit for `async`); `none`: any."""
     granularity: Granularity = Granularity.SAMPLE
     """When a place in flight is free again: with each trajectory (`sample`) or with its `group`."""
+    order: TrainingOrder = TrainingOrder.ARRIVAL
+    """Finished groups are trained as they come, oldest weights first (`arrival`), or strictly in the order of their
+    prompts (`prompt`)."""
     on_unused: UnusedPrompts = UnusedPrompts.RETRY
     """The prompt of a failed or stale group: tried again (`retry`) or dropped (`drop`)."""
     update_mode: Literal["retract", "in_place"] = "in_place"
@@ -270,6 +274,7 @@ class PlanConfig(Section):
             buffer_groups=p.buffer_groups,
             max_staleness=limit,
             granularity=p.granularity,
+            order=p.order,
             on_failure=unused,
             on_stale=unused,
             retract=p.update_mode == "retract",

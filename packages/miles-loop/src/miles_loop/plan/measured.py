@@ -66,6 +66,7 @@ def _shape(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[str,
             "in_flight": max(2, depth + 1) * batch,
             "buffer_groups": config.buffer_groups,
             "max_staleness": "auto" if rollout.max_staleness is None else rollout.max_staleness,
+            "order": rollout.order.value,
             "on_unused": rollout.on_stale.value,
             "update_mode": "in_place" if config.sync.mode is PauseMode.IN_PLACE else "retract",
             "seed": config.seed,
@@ -81,6 +82,7 @@ def _shape(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[str,
             f"the engine's speed fits the time that groups took in the run; {SHARED:.0%} of a step is taken to grow "
             "with the number of sequences",
             "seconds that environments took in the run count as the engine's",
+            f"training as with the run's {config.runtime.trainer_ranks} trainer rank(s)",
         ],
     }
 

@@ -6,7 +6,7 @@ a test runs both on the same work and compares them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from miles_loop.plan.engine import EngineRates, Request, SimEngine
 from miles_loop.plan.settings import Pipeline
 from miles_loop.plan.workload import Episode, Workload
 from miles_rollout.buffer import Batch, GroupBuffer
+from miles_rollout.discipline import Discipline
 from miles_rollout.ledger import Issue, Ledger
 from miles_rollout.router.table import RouterTable
 from miles_rollout.scheduler import Scheduler
@@ -71,7 +72,7 @@ class SimRollout:
         self._workload = workload
         self._delay = delay
         self._prompts = 0
-        self._parked: deque[tuple[_Flight, Group, float]] = deque()
+        self._parked: list[tuple[_Flight, Group, float]] = []
         self._refused: set[tuple[int, int]] = set()
         self._tokens: dict[int, int] = {}
         self._held = False
@@ -85,11 +86,18 @@ class SimRollout:
             granularity=pipeline.granularity,
         )
         self.buffer = GroupBuffer(
-            max_groups=pipeline.room, max_staleness=pipeline.max_staleness, group_filter=self._decide
+            max_groups=pipeline.room,
+            max_staleness=pipeline.max_staleness,
+            group_filter=self._decide,
+            order=pipeline.order,
         )
         self.ledger = Ledger(
-            on_failure=pipeline.on_failure, on_stale=pipeline.on_stale, max_retries=pipeline.max_retries
+            on_failure=pipeline.on_failure,
+            on_stale=pipeline.on_stale,
+            max_retries=pipeline.max_retries,
+            order=pipeline.order,
         )
+        self.discipline = Discipline(self.scheduler, self.buffer, self.ledger)
         self.counts: Counter[str] = Counter()
         """Groups started, trained and dropped by reason."""
         self.prefill_tokens = 0
@@ -101,6 +109,11 @@ class SimRollout:
     def parked(self) -> int:
         """Finished groups that wait for room in the buffer."""
         return len(self._parked)
+
+    @property
+    def _waiting_for_room(self) -> list[int]:
+        """Prompts of the parked groups."""
+        return [group.prompt_index for _, group, _ in self._parked]
 
     @property
     def groups_in_flight(self) -> int:
@@ -115,9 +128,7 @@ class SimRollout:
 
     def fill(self, now: float) -> None:
         """Start every group that may start now."""
-        while not self._held and not self._parked:
-            if self.scheduler.refusal(buffered_groups=len(self.buffer), tokens_each=0) is not None:
-                return
+        while not self._held and self.discipline.may_start(parked=self._waiting_for_room, tokens_each=0):
             issue = self.ledger.begin_waiting()
             if issue is None:
                 issue = self.ledger.begin_fresh(self._prompts)
@@ -180,6 +191,7 @@ class SimRollout:
 
     def _hand_over(self, flight: _Flight, now: float) -> None:
         issue = flight.issue
+        self.scheduler.all_members_done(issue.prompt_index)
         flight.made.sort(key=lambda t: t.identity.member)
         group = Group(
             prompt_index=issue.prompt_index,
@@ -201,11 +213,15 @@ class SimRollout:
         else:
             self.ledger.failed(issue.prompt_index)
         self.scheduler.group_done(issue.prompt_index)
+        self._unpark()  # by prompt, later groups have moved up
 
     def _unpark(self) -> None:
-        """Put what waits into the buffer, in order, as far as there is room."""
-        while self._parked and self.buffer.has_room(self._parked[0][1]):
-            flight, group, finished = self._parked.popleft()
+        """Put what waits into the buffer, in the order in which it was finished, as far as there is room for it."""
+        waiting, self._parked = self._parked, []
+        for flight, group, finished in waiting:
+            if not self.discipline.has_room(group):
+                self._parked.append((flight, group, finished))
+                continue
             self._tokens[group.prompt_index] = flight.tokens
             self.buffer.put(group, generation_s=finished - flight.started, now=finished)
             self.scheduler.group_done(group.prompt_index)
@@ -227,11 +243,12 @@ class SimRollout:
     def collect(self, train_version: int, now: float) -> tuple[Batch, int] | None:
         """The batch and its tokens if there is one, else None."""
         while True:
-            batch = self.buffer.collect(
+            batch = self.discipline.collect(
                 self._pipeline.batch_groups,
                 train_version=train_version,
                 engine_version=self.scheduler.engine_version,
                 now=now,
+                parked=self._waiting_for_room,
             )
             for dropped in batch.stale:
                 self.counts["stale"] += 1

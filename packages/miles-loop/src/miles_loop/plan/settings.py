@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from miles_contracts import InvalidFieldError
 from miles_rollout.ledger import UnusedPolicy
+from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity
 
 
@@ -55,6 +56,7 @@ class Pipeline:
         buffer_groups: finished groups that may wait; None for twice the batch.
         max_staleness: oldest usable group in updates, None for no limit.
         granularity: when a trajectory's place is free again.
+        order: in which finished groups are trained.
         on_failure, on_stale: whether the prompt of an unused group is tried again.
         max_retries: tries of a prompt after its first.
         retract: contexts are computed again after an update; else sequences go on with the cache they have.
@@ -71,6 +73,7 @@ class Pipeline:
     buffer_groups: int | None = None
     max_staleness: int | None = None
     granularity: Granularity = Granularity.SAMPLE
+    order: TrainingOrder = TrainingOrder.ARRIVAL
     on_failure: UnusedPolicy = UnusedPolicy.RETRY
     on_stale: UnusedPolicy = UnusedPolicy.RETRY
     max_retries: int = 2
