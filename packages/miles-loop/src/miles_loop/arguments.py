@@ -31,6 +31,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "checkpoint-every": "checkpoint.every",
     "runtime": "runtime.kind",
     "address": "runtime.ray.address",
+    "trainer.ranks": "runtime.trainer_ranks",
     "rollout.engine": "engine.kind",
     "rollout.engines": "engine.urls",
 }

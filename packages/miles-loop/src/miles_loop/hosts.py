@@ -19,10 +19,8 @@ from miles_loop.trainer_client import Incoming
 
 EngineSpec = Callable[[int, str, int], ProcessSpec]
 """(index, host to listen on, port) -> the process of that engine."""
-TrainerSpec = Callable[[str], ProcessSpec]
-"""(how it reaches the driver) -> the trainer process."""
-
-
+TrainerSpec = Callable[[int, str], ProcessSpec]
+"""(rank, how it reaches the driver) -> the process of that trainer rank."""
 WorkerSpec = Callable[[int, str], ProcessSpec]
 """(index, how it reaches the driver) -> the process of that rollout worker."""
 
@@ -58,10 +56,10 @@ class Host(Protocol):
     """How long it may take until the end of a process is known: a broken connection is noticed before."""
 
     async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
-        """Find room for so many engines and rollout workers, and for the trainer when there is to be one."""
+        """Find room for so many engines and rollout workers, and for the trainer's ranks when they are to be."""
 
-    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
-        """The trainer process, not started."""
+    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
+        """The process of one trainer rank, not started; they are made in order."""
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, not started."""
@@ -71,6 +69,9 @@ class Host(Protocol):
 
     def trainer_address(self) -> str | None:
         """Address of the trainer's machine as engines reach it, once it is placed; None where settings say it."""
+
+    def rank_address(self) -> str:
+        """Address of the machine of trainer rank 0 as the other ranks reach it, once it is placed."""
 
     async def close(self) -> None:
         """Give back what `open` took; the processes have been stopped."""
@@ -99,10 +100,10 @@ class LocalHost:
         """There is always room here."""
         self._engines = engines
 
-    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
+    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
         """A child that inherits its end of a socket pair."""
         ours, theirs = socket.socketpair()
-        made = spec(str(theirs.fileno()))
+        made = spec(rank, str(theirs.fileno()))
         return HostedTrainer(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
@@ -132,6 +133,10 @@ class LocalHost:
     def trainer_address(self) -> str | None:
         """`sync.host` is right."""
         return None
+
+    def rank_address(self) -> str:
+        """All ranks are here."""
+        return "127.0.0.1"
 
     async def close(self) -> None:
         """Nothing was taken."""

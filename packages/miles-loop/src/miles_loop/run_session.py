@@ -22,7 +22,8 @@ from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import TRAINER, Runtime, start_message
+from miles_loop.runtime import Runtime, start_message
+from miles_loop.trainer_group import costs_the_trainer
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
@@ -123,19 +124,21 @@ class RunSession:
             main.cancel()
 
     async def _run_until_done(self) -> None:
-        """The run; a trainer process that dies costs what came after the newest checkpoint, so often as allowed."""
+        """The run; a trainer process that is lost costs what came after the newest checkpoint, so often as allowed."""
         restarts_left = self._config.runtime.trainer_restarts
         while True:
             try:
                 return await self._run()
-            except ProcessDiedError as error:
+            except RunError as error:
+                if not costs_the_trainer(error):
+                    raise
                 checkpoint = newest_checkpoint(self._folder.checkpoints)
-                if error.name == TRAINER and checkpoint is None and self.progress.step:
+                if isinstance(error, ProcessDiedError) and checkpoint is None and self.progress.step:
                     remedy = (
                         "there is no checkpoint to go back to; run with --checkpoint-every N to lose N steps at most"
                     )
                     raise error.advised(remedy) from error
-                if error.name != TRAINER or not restarts_left or checkpoint is None or self._stop_signals:
+                if not restarts_left or checkpoint is None or self._stop_signals:
                     raise
                 restarts_left -= 1
                 self._event(f"{error}\ngoing back to {checkpoint}")

@@ -34,12 +34,10 @@ from miles_loop.serving import ServingChild
 from miles_loop.sglang_engine import require_sglang, sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
+from miles_loop.trainer_group import TRAINER, TrainerGroup, rank_name
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.router import Router
-
-TRAINER = "trainer"
-"""Name of the trainer process."""
 
 
 def engine_spec(
@@ -62,10 +60,10 @@ def engine_spec(
     )
 
 
-def trainer_spec(config: RunConfig, where: str) -> ProcessSpec:
-    """Process of the trainer; `where` is how it reaches the driver (see `trainer_server.serve_process`)."""
+def trainer_spec(config: RunConfig, rank: int, where: str) -> ProcessSpec:
+    """Process of a trainer rank; `where` is how it reaches the driver (see `trainer_server.serve_process`)."""
     return ProcessSpec(
-        name=TRAINER,
+        name=rank_name(rank),
         module="miles_loop.trainer_process",
         arguments=(where,),
         threads=config.runtime.trainer_threads,
@@ -137,7 +135,7 @@ class Runtime:
         self._records = records
         self._on_event = on_event
         self._host: Host | None = None
-        self._trainer_process: Process | None = None
+        self._trainers: TrainerGroup | None = None
         self._clients: list[EngineClient] = []
         self._routing = False
         self.trainer: TrainerClient
@@ -164,9 +162,9 @@ class Runtime:
         host = self._host = make_host(config, self._folder, model, self._on_event)
         replicas = 0 if config.engine.urls else config.engine.replicas
         await host.open(engines=replicas, trainer=trainer, workers=config.rollout_workers)
-        made = host.make_trainer(lambda where: trainer_spec(config, where))
-        self._trainer_process = made.process
-        self.trainer = TrainerClient(made.connection, config.runtime.step_timeout_s)
+        made = [host.make_trainer(rank, partial(trainer_spec, config)) for rank in range(config.runtime.trainer_ranks)]
+        self._trainers = TrainerGroup(made, config.runtime.step_timeout_s)
+        self.trainer = self._trainers.client
         engines = await self._make_engines(host, model)
         self._clients = [client for client, _ in engines]
         gateway = self._make_gateway() if config.engine.router is RouterKind.SGLANG else None
@@ -199,7 +197,7 @@ class Runtime:
         if gateway is not None:
             starting.append(gateway.process.start())
         if trainer:
-            starting.append(made.process.start())
+            starting.append(self._trainers.start())
         await asyncio.gather(*starting)
 
     def _make_workers(self, host: Host, model: Path, *, lockstep: bool) -> RolloutWorkers:
@@ -302,13 +300,16 @@ class Runtime:
 
     async def _trainer_ready(self, start: link.Start) -> int:
         """Have the trainer load its model; returns its version."""
-        assert self._trainer_process is not None
+        assert self._trainers is not None
+        assert self._host is not None
         timeout_s = self._config.engine.start_timeout_s
         text = (
-            f"process {TRAINER} is not ready yet; see {self._trainer_process.log}; waiting up to {timeout_s:g} s "
+            f"process {TRAINER} is not ready yet; see {self._trainers.logs}; waiting up to {timeout_s:g} s "
             "(engine.start_timeout_s)"
         )
         async with said_when_late(self._on_event, text, PROCESS_LATE_S):
+            rank_timeout_s = self._config.runtime.trainer_rank_timeout_s
+            await self._trainers.form(self._host.rank_address(), rank_timeout_s, timeout_s)
             return await self.trainer.start(self._placed(start), timeout_s)
 
     def _placed(self, start: link.Start) -> link.Start:
@@ -324,18 +325,16 @@ class Runtime:
         return self._host.notice_s if self._host is not None else 0.0
 
     async def trainer_died(self) -> ProcessDiedError:
-        """Wait until the trainer process ends by itself."""
-        assert self._trainer_process is not None
-        return await self._trainer_process.died()
+        """Wait until a trainer process ends by itself."""
+        assert self._trainers is not None
+        return await self._trainers.died()
 
     async def stop(self) -> None:
         """End everything; safe to call at any moment after `launch` began."""
         timeout = self._config.runtime.stop_timeout_s
         stopping = []
-        if hasattr(self, "trainer"):
-            await self.trainer.stop()
-        if self._trainer_process is not None:
-            stopping.append(self._trainer_process.stop(timeout))
+        if self._trainers is not None:
+            stopping.append(self._trainers.stop(timeout))
         if hasattr(self, "fleet"):
             stopping.append(self.fleet.close(timeout))  # and with it the rollout workers, its routers
         elif self.workers is not None:

@@ -22,6 +22,7 @@ from miles_loop.ray_runtime.supervisor import Place, Supervisor
 from miles_loop.ray_runtime.visibility import require_shared_memory, require_visible
 from miles_loop.run_folder import RunFolder
 from miles_loop.tcp_link import SECRET_VARIABLE, Listener, join_address
+from miles_loop.trainer_group import rank_name
 
 _LOCAL_ADDRESSES = ("127.0.0.1", "localhost")
 
@@ -51,7 +52,7 @@ class RayHost:
         self._has_trainer = False
         self._workers = 0
         self._address = ""
-        self._trainer: ActorProcess | None = None
+        self._trainers: list[ActorProcess] = []
         self._trainer_actor: tuple[Any, Place] | None = None
         self._trainer_placed = asyncio.Event()
 
@@ -69,18 +70,20 @@ class RayHost:
         if self._bundles:
             await self._cluster.reserve(self._bundles)
 
-    def make_trainer(self, spec: TrainerSpec) -> HostedTrainer:
-        """The trainer process; it connects to the driver, and nobody else can."""
+    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
+        """The process of a rank; it connects to the driver, and nobody else can."""
         listener = Listener(self._address)
 
         async def settle(actor: Any, place: Place) -> Settled:
             await require_visible(actor, place, self._folders)
-            self._trainer_actor = (actor, place)
-            self._trainer_placed.set()
-            return Settled(self._with_environment(spec(listener.address), {SECRET_VARIABLE: listener.secret}))
+            if rank == 0:
+                self._trainer_actor = (actor, place)
+                self._trainer_placed.set()
+            return Settled(self._with_environment(spec(rank, listener.address), {SECRET_VARIABLE: listener.secret}))
 
-        self._trainer = self._process("trainer", 0, settle)
-        return HostedTrainer(self._trainer, listener)
+        process = self._process(rank_name(rank), rank, settle)
+        self._trainers.append(process)
+        return HostedTrainer(process, listener)
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, their actors placed.
@@ -89,7 +92,7 @@ class RayHost:
             RunError: `no_room`.
             InvalidFieldError: a node does not see what it has to.
         """
-        first = int(self._has_trainer)
+        first = self._config.runtime.trainer_ranks if self._has_trainer else 0
 
         def make(index: int) -> ActorProcess:
             async def settle(actor: Any, place: Place) -> Settled:
@@ -105,7 +108,7 @@ class RayHost:
             return self._process(f"engine-{index}", first + index, settle)
 
         engines = [make(index) for index in range(len(self._bundles) - first - self._workers)]
-        trainers = [self._trainer] if self._has_trainer and self._trainer is not None else []
+        trainers = self._trainers if self._has_trainer else []
         await _together([process.reserve() for process in (*trainers, *engines)])
         return [HostedEngine(str(engine.url), engine) for engine in engines]
 
@@ -124,6 +127,11 @@ class RayHost:
         """That of the trainer's node, unless the settings name another one (of a faster network, say)."""
         if self._trainer_actor is None or self._config.sync.host not in _LOCAL_ADDRESSES:
             return None
+        return self._trainer_actor[1].host
+
+    def rank_address(self) -> str:
+        """That of the node of rank 0."""
+        assert self._trainer_actor is not None
         return self._trainer_actor[1].host
 
     async def close(self) -> None:

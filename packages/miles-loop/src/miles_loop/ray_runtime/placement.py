@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miles_loop.config import RayPlacement, RunConfig
+from miles_loop.trainer_group import rank_name
 from miles_rollout.engine_identity import EngineKind
 
 Resources = Mapping[str, float]
@@ -33,14 +34,15 @@ def plan(config: RunConfig, *, engines: int, trainer: bool, workers: int = 0) ->
     ray, bundles = config.runtime.ray, []
     engine_gpus = _engine_gpus(config)
     if trainer:
-        bundles.append(
+        bundles += [
             Bundle(
-                name="trainer",
+                name=rank_name(rank),
                 cpus=ray.trainer_cpus or config.runtime.trainer_threads,
                 gpus=_trainer_gpus(config, engine_gpus),
                 others=ray.trainer_resources,
             )
-        )
+            for rank in range(config.runtime.trainer_ranks)
+        ]
     engine_cpus = ray.engine_cpus or config.engine.threads
     bundles += [
         Bundle(name=f"engine-{index}", cpus=engine_cpus, gpus=engine_gpus, others=ray.engine_resources)
