@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from miles_contracts import PauseMode
 from miles_rollout.engine_identity import EngineDtype, EngineKind
+from miles_rollout.order import TrainingOrder
 from miles_rollout.router import RouterConfig
 from miles_rollout.sglang_launch import SglangOptions
 from miles_trainer.config import TrainerConfig
@@ -130,6 +131,9 @@ class RolloutConfig(Section):
     """Groups (prompts) in one training batch."""
     group_size: Positive = 8
     """Answers sampled per prompt."""
+    order: TrainingOrder = TrainingOrder.ARRIVAL
+    """Order of training: finished groups of the oldest weights first (`arrival`), or strictly the order of the
+    prompts (`prompt`): the same sequence in every run and across a resume, but a slow group holds up later ones."""
     max_staleness: NonNegative | None = None
     """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
     depth + 1."""
