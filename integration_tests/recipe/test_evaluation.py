@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import SMALL, Shell, descendants, records, wait_for
+from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for
 
 DEDICATED = ("--evaluation.mode", "dedicated", "--evaluation.every", 2, "--evaluation.samples", 4)
 DEDICATED += ("--evaluation.ks", "1,2,4", "--evaluation.keep_snapshots", 1, "--pipeline-depth", 2)
@@ -89,6 +89,21 @@ def test_a_program_is_given_every_snapshot_as_a_model_folder(shell: Shell, tmp_p
     assert sorted(norms) == [0, 1, 2, 3]
     assert len(set(norms.values())) == 4
     assert not (run / "snapshots").exists()
+
+
+@pytest.mark.gate
+def test_a_program_ends_with_a_driver_that_is_killed(shell: Shell, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}.part; mv {pids}.part {pids}; wait; sleep 1000"
+    command = json.dumps(["bash", "-c", script, "{checkpoint}"])
+    options = ("--evaluation.mode", "external", "--evaluation.command", command, "--steps", 3)
+    process = shell.start("miles-qwen3", "train", "--run-dir", tmp_path / "run", *options, *SMALL)
+    wait_for(pids.exists, process)
+    found = [int(word) for word in pids.read_text().split()]
+    assert all(alive(pid) for pid in found)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in found))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 from loop_toy.harness import alive, wait_for
 
 from miles_loop.errors import DiskFullError, ProcessDiedError
-from miles_loop.processes import ChildProcess, ProcessSpec, child_environment
+from miles_loop.processes import ChildProcess, ProcessSpec, child_environment, tied
+from miles_rollout.evaluation import EvaluationSkippedError, ExternalEvaluator
 
 SLEEP = "import time\nprint('hello', flush=True)\ntime.sleep(60)\n"
 
@@ -187,3 +188,51 @@ asyncio.run(main())
     driver.send_signal(how)
     driver.communicate()
     wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+EVALUATION = """
+import asyncio, sys
+from pathlib import Path
+from miles_loop.processes import tied
+from miles_rollout.evaluation import ExternalEvaluator
+
+asyncio.run(ExternalEvaluator(["bash", "-c", sys.argv[1], "{checkpoint}"], tie=tied)(3, Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_evaluation_program_ends_with_the_driver_however_that_ends(tmp_path: Path, how: signal.Signals) -> None:
+    """And what it has started; it ignores every request to end."""
+    pids = tmp_path / "pids"
+    script = f"trap '' TERM HUP INT; sleep 1000 & echo $$ $! > {pids}.part; mv {pids}.part {pids}; wait; sleep 1000"
+    driver = subprocess.Popen([sys.executable, "-c", EVALUATION, script, str(tmp_path)])
+    wait_for(pids.exists, 60)
+    found = [int(word) for word in pids.read_text().split()]
+    assert len(found) == 2
+    assert all(alive(pid) for pid in found)
+    driver.send_signal(how)
+    driver.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in found), 60)
+
+
+async def test_a_tied_program_is_the_same_program(tmp_path: Path) -> None:
+    """Its arguments, environment, folder, exit status and output are what they would be."""
+    code = "import json, os, sys; print(json.dumps({'n': len(sys.argv), 'x': int(os.environ['X'])})); sys.exit(0)"
+    evaluator = ExternalEvaluator(
+        [sys.executable, "-c", code, "{checkpoint}", "--", ""], environment={"X": "7"}, tie=tied
+    )
+    assert await evaluator(1, tmp_path) == {"eval/n": 4.0, "eval/x": 7.0}
+    with pytest.raises(EvaluationSkippedError, match="sh ended with status 5: went wrong"):
+        await ExternalEvaluator(["sh", "-c", "echo went wrong >&2; exit 5", "{checkpoint}"], tie=tied)(1, tmp_path)
+    with pytest.raises(EvaluationSkippedError, match="/no/such cannot be started: No such file or directory"):
+        await ExternalEvaluator(["/no/such", "{checkpoint}"], tie=tied)(1, tmp_path)
+
+
+async def test_a_tied_program_ends_when_its_evaluation_is_given_up(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    evaluator = ExternalEvaluator(["sh", "-c", f"echo $$ > {pids}; sleep 1000", "{checkpoint}"], tie=tied)
+    running = asyncio.create_task(evaluator(1, tmp_path))
+    await asyncio.to_thread(wait_for, lambda: pids.exists() and pids.read_text(), 60)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    wait_for(lambda: not alive(int(pids.read_text())), 60)

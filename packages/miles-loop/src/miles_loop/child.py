@@ -1,5 +1,7 @@
 """Runs a module as a child that cannot outlive its parent: `python -m miles_loop.child FD module [arguments]`.
 
+`FD -- program [arguments]` does the same for a program.
+
     driver  --- pipe --->  guard (waits for the pipe's end, then kills the group)
        \\--- starts --->  module (leads the group; whatever it starts is in it)
 
@@ -35,7 +37,7 @@ def _guard(pipe: int) -> None:
 
 
 def main() -> None:
-    """Start the guard, then become the module."""
+    """Start the guard, then become the module, or the program."""
     pipe, module = int(sys.argv[1]), sys.argv[2]
     if os.getpgrp() != os.getpid():
         raise SystemExit("miles_loop.child must lead its process group")
@@ -45,6 +47,11 @@ def main() -> None:
         finally:
             os._exit(0)
     os.close(pipe)
+    if module == "--":
+        try:
+            os.execvp(sys.argv[3], sys.argv[3:])
+        except OSError as error:
+            raise SystemExit(f"{sys.argv[3]} cannot be started: {error.strerror}") from None
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

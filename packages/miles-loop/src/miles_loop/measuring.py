@@ -21,7 +21,7 @@ from miles_loop.assembly import Assembly
 from miles_loop.config import EvaluationMode, RunConfig
 from miles_loop.evaluation_engines import EvaluationEngines
 from miles_loop.hosts import LocalHost
-from miles_loop.processes import Process, ProcessSpec
+from miles_loop.processes import Process, ProcessSpec, tied
 from miles_loop.run_folder import RunFolder
 from miles_loop.runtime import Runtime, engine_spec
 from miles_rollout.engine_client import Deadlines, EngineClient
@@ -136,7 +136,8 @@ async def open_measurement(
 ) -> AsyncIterator[Measurement | None]:
     """The configured way to measure; None when nothing is held out. What is outstanding at the end is cancelled."""
     if config.evaluation.mode is EvaluationMode.EXTERNAL:
-        async with _snapshots(config, ExternalEvaluator(config.evaluation.command), runtime, folder) as snapshots:
+        program = ExternalEvaluator(config.evaluation.command, tie=tied)
+        async with _snapshots(config, program, runtime, folder) as snapshots:
             yield FromSnapshots(snapshots, config.steps)
         return
     if config.evaluation.mode is EvaluationMode.DEDICATED:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )
+_CHILD = Path(__file__).with_name("child.py")
 TAIL_LINES = 15
 """Lines of a dead process's log that its error shows."""
 
@@ -60,7 +61,22 @@ def child_command(spec: ProcessSpec, pipe: int) -> list[str]:
         return [sys.executable, "-m", "miles_loop.child", *arguments]
     # Run by its path, as a program of the standard library alone; its folder does not get onto the module path.
     run = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    return [spec.python, "-c", run, str(Path(__file__).with_name("child.py")), *arguments]
+    return [spec.python, "-c", run, str(_CHILD), *arguments]
+
+
+@contextlib.contextmanager
+def tied(command: Sequence[str]) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    """A command line that runs a program, which ends with this process or with the context; and what it inherits.
+
+    It has to be started as the leader of a session.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        # Isolated, so that nothing beside the file gets onto the path; the program's environment is what it was.
+        yield [sys.executable, "-I", str(_CHILD), str(read_end), "--", *command], (read_end,)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def child_environment(spec: ProcessSpec) -> dict[str, str]:
