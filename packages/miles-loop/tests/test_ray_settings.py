@@ -78,6 +78,16 @@ def test_one_bundle_an_actor_the_trainers_first() -> None:
     assert plan(made, engines=0, trainer=False) == []
 
 
+def test_each_trainer_rank_has_a_bundle_of_its_own() -> None:
+    made = config("--trainer.ranks", "3", "--trainer.device", "cuda", "--runtime.trainer_threads", "2")
+    bundles = plan(made, engines=1, trainer=True)
+    assert [b.name for b in bundles] == ["trainer", "trainer-1", "trainer-2", "engine-0"]
+    assert all(b.resources == {"CPU": 2, "GPU": 1} for b in bundles[:3])
+    assert [b.name for b in plan(made, engines=1, trainer=False)] == ["engine-0"]
+    only = shortage(bundles[1:], [{"CPU": 8.0}], RayPlacement.PACK)
+    assert only == "no node has 2 CPU, 1 GPU for trainer-1; the nodes have 8 CPU"
+
+
 @pytest.mark.parametrize(
     ("words", "gpus"),
     [
