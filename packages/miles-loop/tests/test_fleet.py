@@ -238,12 +238,23 @@ async def test_a_dead_engine_comes_back_with_the_weights_of_now(scenes: list[Sce
     assert not scene.fleet.router.quarantined
 
 
-async def test_a_port_that_somebody_took_before_the_engine_was_up_costs_no_restart(scenes: list[Scene]) -> None:
+async def test_a_port_that_somebody_took_before_the_engine_was_up_costs_no_restart(
+    scenes: list[Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = Scene(2, restarts=0)
     scenes.append(scene)
     scene.processes[0].crash("its port is taken")
     scene.processes[0].robbed = True
+    told: list[tuple[str, str]] = []
+    readmit = scene.fleet.routing.readmit
+
+    async def overheard(url: str, address: str) -> None:
+        told.append((url, address))
+        await readmit(url, address)
+
+    monkeypatch.setattr(scene.fleet.routing, "readmit", overheard)
     await scene.start()
+    assert told == [("http://e0", "http://e0:moved")], "routers elsewhere call it there"
     assert [e.address for e in scene.engines] == ["http://e0:moved", "http://e1"]
     assert [e.version for e in scene.engines] == [0, 0]
     assert (scene.processes[0].starts, scene.fleet.restarts) == (1, 0)

@@ -144,6 +144,9 @@ class Fleet:
         if self._gateway is not None:
             await self._gateway.wait_ready()
             self._watchers.append(asyncio.create_task(self._watch_gateway(self._gateway), name="watch-router"))
+        for slot in self._slots:
+            if slot.client.address != slot.url:  # it had to move before it served: routers elsewhere are to know
+                await self.routing.readmit(slot.url, slot.client.address)
         await self.routing.start()
         for slot in self._slots:
             slot.up = True
