@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from miles_contracts import InvalidFieldError
 from miles_loop.errors import RunError
 from miles_loop.processes import ProcessSpec
 from miles_loop.ray_runtime.actor_process import ActorProcess, Settled
-from miles_loop.ray_runtime.supervisor import Place
+from miles_loop.ray_runtime.supervisor import Place, Supervisor
 
 pytestmark = pytest.mark.ray
 
@@ -36,14 +37,20 @@ class Actor:
         self.node = node
         self.place_error = place_error
         self.log: list[str] = []
+        self.robbed: bool | Exception = False
         self.ends: asyncio.Queue[Any] = asyncio.Queue()
-        for name in ("place", "start", "died", "crash", "stop"):
+        for name in ("place", "displaced", "start", "died", "crash", "stop"):
             setattr(self, name, Method(getattr(self, f"_{name}")))
 
     async def _place(self) -> Place:
         if self.place_error is not None:
             raise self.place_error
         return Place(self.node, "10.0.0.1", f"machine-{self.node}", 1)
+
+    async def _displaced(self) -> bool:
+        if isinstance(self.robbed, Exception):
+            raise self.robbed
+        return self.robbed
 
     async def _start(self, spec: ProcessSpec, log: str) -> int:
         self.log.append(f"start {spec.module}")
@@ -68,6 +75,7 @@ class Scene:
     def __init__(self, tmp_path: Path, *actors: Actor, deadline_s: float = 30) -> None:
         self.actors = list(actors)
         self.made: list[Actor] = []
+        self.settled = 0
         self.alive = {"a": True, "b": True}
         self.unusable: set[str] = set()
         self.process = ActorProcess(
@@ -81,10 +89,42 @@ class Scene:
     async def settle(self, actor: Any, place: Place) -> Settled:
         if place.node_id in self.unusable:
             raise InvalidFieldError("run_dir", "r", f"{place} does not see it")
-        return Settled(ProcessSpec(name="engine-0", module=f"on_{place.node_id}"), f"http://{place.node_id}:1")
+        self.settled += 1
+        url = f"http://{place.node_id}:{self.settled}"
+        return Settled(ProcessSpec(name="engine-0", module=f"on_{place.node_id}"), url)
 
     async def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": name, "Alive": alive} for name, alive in self.alive.items()]
+
+
+async def test_a_child_whose_port_is_taken_is_started_on_another(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Actor("a"))
+    await scene.process.start()
+    scene.actors[0].ends.put_nowait("ended with status 2")
+    await scene.process.died()
+    scene.actors[0].robbed = True
+    assert await scene.process.displaced()
+    await scene.process.start()
+    assert scene.process.url == "http://a:2"
+    scene.actors[0].robbed = RayActorError()
+    assert not await scene.process.displaced(), "not known of a lost actor"
+    await scene.process.stop(1)
+    assert not await scene.process.displaced()
+
+
+async def test_a_supervisor_keeps_a_port_for_its_child() -> None:
+    supervisor = Supervisor()
+    assert not await supervisor.displaced()
+    port = await supervisor.keep_port("127.0.0.1")
+    assert not await supervisor.displaced()
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", port))
+        thief.listen()
+        assert await supervisor.displaced()
+        other = await supervisor.keep_port("127.0.0.1")
+        assert other != port
+        assert not await supervisor.displaced()
 
 
 async def test_a_child_that_ends_is_started_again_where_it_was(tmp_path: Path) -> None:
@@ -113,7 +153,7 @@ async def test_a_lost_actor_is_made_anew_and_may_be_elsewhere(tmp_path: Path) ->
     assert "was lost with its actor on machine-a" in death.how
     assert "its last words" in str(death)
     await scene.process.start()
-    assert (scene.process.url, second.log) == ("http://b:1", ["start on_b"])
+    assert (scene.process.url, second.log) == ("http://b:2", ["start on_b"])
     await scene.process.stop(1)
 
 
