@@ -33,7 +33,7 @@ def test_a_killed_actor_is_replaced_and_a_killed_driver_leaves_nothing(
 ) -> None:
     run = tmp_path / "run"
     process = started(shell, run, "--steps", 4000, *cluster.options)
-    logs = [run / "logs" / "engine-0.log", run / "logs" / "trainer.log"]
+    logs = [run / "logs" / f"{name}.log" for name in ("engine-0", "trainer", "rollout-0")]
     killed, engine = actor_of(logs[0]), leader(logs[0])
     os.kill(killed, signal.SIGKILL)
     wait_for(lambda: said(run, r"serves again, version \d+"), process)
@@ -46,6 +46,15 @@ def test_a_killed_actor_is_replaced_and_a_killed_driver_leaves_nothing(
     assert all(record["rollout/token_mismatches"] == 0 for record in after)
     # What is trained now was sampled by the new engine, with weights as new as the run's depth allows.
     assert all(record["rollout/fully_async/max_staleness"] <= 2 for record in after)
+
+    maker, started_anew = leader(logs[2]), r"rollout worker rollout-0 is back"
+    os.kill(actor_of(logs[2]), signal.SIGKILL)
+    wait_for(lambda: said(run, started_anew), process)
+    assert said(run, "rollout-0 was lost with its actor")
+    assert not alive(maker)
+    done = len(records(run))
+    wait_for(lambda: len(records(run)) >= done + 3, process)
+    assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
 
     actors = [actor_of(log) for log in logs]
     assert killed not in actors

@@ -19,9 +19,10 @@ def test_at_depth_0_it_cannot_be_told_from_a_local_run(cluster: TwoNodes, shell:
     wait_for(lambda: records(there), process)
     engines = {raylet_of(there / "logs" / f"engine-{i}.log") for i in range(2)}
     trainer = raylet_of(there / "logs" / "trainer.log")
+    worker = raylet_of(there / "logs" / "rollout-0.log")  # placed as the others are; the local run has none
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
-    assert len(engines | {trainer}) == 2, "both nodes work"
+    assert len(engines | {trainer, worker}) == 2, "both nodes work"
     shell.run("miles-qwen3", "train", "--run-dir", here, *options)
     assert without_clock(records(there)) == without_clock(records(here))
     assert records(there, "ledger.jsonl") == records(here, "ledger.jsonl")

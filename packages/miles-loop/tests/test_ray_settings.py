@@ -78,6 +78,19 @@ def test_one_bundle_an_actor_the_trainers_first() -> None:
     assert plan(made, engines=0, trainer=False) == []
 
 
+def test_rollout_workers_are_placed_last_and_there_is_one_unless_told_otherwise() -> None:
+    ray = config("--runtime", "ray")
+    assert (ray.rollout_workers, config().rollout_workers) == (1, 0)
+    assert config("--runtime", "ray", "--rollout.workers", "0").rollout_workers == 0
+    made = config(
+        "--rollout.workers", "2", "--runtime.ray.rollout_cpus", "0.5", "--runtime.ray.rollout_resources.io", "1"
+    )
+    bundles = plan(made, engines=1, trainer=True, workers=made.rollout_workers)
+    assert [b.name for b in bundles] == ["trainer", "engine-0", "rollout-0", "rollout-1"]
+    assert bundles[-1].resources == {"CPU": 0.5, "io": 1}
+    assert plan(ray, engines=0, trainer=False, workers=1)[0].resources == {"CPU": 1}
+
+
 def test_each_trainer_rank_has_a_bundle_of_its_own() -> None:
     made = config("--trainer.ranks", "3", "--trainer.device", "cuda", "--runtime.trainer_threads", "2")
     bundles = plan(made, engines=1, trainer=True)

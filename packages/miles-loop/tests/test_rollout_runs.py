@@ -23,8 +23,7 @@ def workers(count: int) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     "task",
-    # Imports of reasoning-gym take long.
-    [pytest.param(name, marks=pytest.mark.gate if name == "a family of tasks" else ()) for name in TASKS],
+    [pytest.param(name, marks=() if name == "one answer" else pytest.mark.gate) for name in TASKS],
 )
 def test_with_one_worker_at_depth_0_it_is_the_same_run(fast: Command, tmp_path: Path, task: str) -> None:
     if task == "a family of tasks":
@@ -88,6 +87,7 @@ def test_without_restarts_the_run_ends_by_name_and_can_be_continued(fast: Comman
     assert records(run)[-1]["step"] == status["step"] + 2
 
 
+@pytest.mark.gate
 def test_a_hanging_worker_is_killed_by_name(fast: Command, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "run" / "logs" / "driver.log"
     options = ("--plain", "--steps", 100000, "--runtime.rollout_hang_s", 1, *workers(1))
@@ -102,6 +102,7 @@ def test_a_hanging_worker_is_killed_by_name(fast: Command, tmp_path: Path) -> No
     assert process.wait(60) == 130
 
 
+@pytest.mark.gate
 def test_an_engine_that_dies_is_taken_from_the_workers_and_given_back(fast: Command, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "run" / "logs" / "driver.log"
     options = ("--plain", "--steps", 100000, "--engine.replicas", 2, *workers(2))

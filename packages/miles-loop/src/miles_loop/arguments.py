@@ -32,6 +32,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "runtime": "runtime.kind",
     "address": "runtime.ray.address",
     "trainer.ranks": "runtime.trainer_ranks",
+    "rollout.workers": "runtime.rollout_workers",
     "rollout.engine": "engine.kind",
     "rollout.engines": "engine.urls",
 }

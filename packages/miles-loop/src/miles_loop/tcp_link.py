@@ -1,6 +1,6 @@
-"""The trainer's connection over a network: the driver listens, and only who knows the run's secret gets in.
+"""A process's connection to the driver over a network: the driver listens, and only who knows its secret gets in.
 
-    trainer                                      driver
+    trainer rank, or rollout worker              driver
             <---- nonce D (32 bytes) ------------
             ----- nonce T, HMAC("trainer", D, T) ->
             <---- HMAC("driver", D, T) ----------
@@ -23,14 +23,14 @@ from miles_loop.errors import RunError
 
 _log = logging.getLogger(__name__)
 SECRET_VARIABLE = "MILES_LINK_SECRET"
-"""Environment variable that gives the trainer process the secret."""
+"""Environment variable that gives the process the secret."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_S = 10.0
 
 
 class Listener:
-    """Waits for the trainer process. `address` (`host:port`) and `secret` are what it has to be told.
+    """Waits for one process. `address` (`host:port`) and `secret` are what it has to be told.
 
     Args:
         host: address of this machine to listen on; a free port is taken.
