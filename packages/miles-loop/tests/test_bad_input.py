@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from miles_loop.command import TRAIN_FLAGS
 from miles_loop.compose import make_rollout, make_tasks
 from miles_rollout.tasks import TaskFileError
 
+DEDICATED = ("--evaluation.mode", "dedicated")
 AT_ONCE = {
     "misspelt option": (("--trainer.optimizer.rl", "1"), "did you mean 'trainer.optimizer.lr'?"),
     "misspelt short option": (("--step", "3"), "did you mean 'steps'?"),
@@ -45,6 +47,33 @@ AT_ONCE = {
         ("--evaluation.mode", "external", "--evaluation.command", "no-such-program,{checkpoint}"),
         "evaluation.command: got 'no-such-program'; there is no such program here",
     ),
+    "evaluation engines without their mode": (
+        ("--evaluation.urls", "http://a:1"),
+        "they are only used by mode dedicated",
+    ),
+    "evaluation engine at no address": (
+        (*DEDICATED, "--evaluation.urls", "a:30000"),
+        "evaluation.urls: got 'a:30000'; give the URL of an engine, like http://127.0.0.1:30000",
+    ),
+    "evaluation engine at no port": (
+        (*DEDICATED, "--evaluation.urls", "http://a:b"),
+        "evaluation.urls: got 'http://a:b'",
+    ),
+    "evaluation engine named twice": ((*DEDICATED, "--evaluation.urls", "http://a:1,http://a:1/"), "named twice"),
+    "evaluation engine that trains": (
+        (*DEDICATED, "--evaluation.urls", "http://a:1,http://b:1/", "--engine.urls", "http://b:1"),
+        "evaluation.urls: got 'http://b:1/'; engine.urls names it too",
+    ),
+    "evaluation engines without tasks": (
+        (*DEDICATED, "--task.eval_size", "0"),
+        "task.eval_size: got 0; nothing is held out for evaluation.mode dedicated",
+    ),
+    "evaluation engines that are not installed": (
+        (*DEDICATED, "--engine.kind", "sglang", "--engine.urls", "http://a:1", "--engine.python", "/no/python"),
+        "engine.python: got '/no/python'; cannot be run",
+    ),
+    "engine at no address": (("--engine.urls", "http://"), "engine.urls: got 'http://'"),
+    "address of another machine": (("--engine.host", "192.0.2.1"), "engine.host: got '192.0.2.1:0'"),
     "missing prompts, shown only": (("--task", "nowhere.jsonl", "--dry-run"), "cannot be read"),
 }
 
@@ -58,6 +87,43 @@ def test_a_command_line_is_refused(
     assert main(["train", *options]) == 2
     assert expected in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for command in (["train"], ["eval"]):
+            assert main([*command, "--engine.port", str(port)]) == 2
+            assert f"engine.port: got '127.0.0.1:{port}'; cannot be listened on" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURED = {
+    "nothing held out": (("--task.eval_size", "0"), "task.eval_size: got 0; nothing is held out"),
+    "missing held-out prompts": (("--task.eval_path", "no.jsonl"), "task.eval_path: got 'no.jsonl'; cannot be read"),
+    "missing model": (("--model", "no/model"), "model: got 'no/model'"),
+    "engine at no address": (("--engine.urls", "a"), "engine.urls: got 'a'"),
+    "engine that is not installed": (
+        ("--engine.kind", "sglang", "--engine.python", "/no/python"),
+        "engine.python: got '/no/python'; cannot be run",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_a_measurement_is_refused_before_anything_starts(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def started(*_: object) -> None:
+        raise AssertionError("it was started")
+
+    monkeypatch.setattr("miles_loop.evaluation_session.evaluate_model", started)
+    options, expected = MEASURED[case]
+    assert main(["eval", *options]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_a_program_on_the_path_or_in_the_snapshot_may_measure(capsys: pytest.CaptureFixture[str]) -> None:

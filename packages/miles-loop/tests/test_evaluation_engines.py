@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,13 @@ class Server(EngineClient):
     def __init__(self, well: bool) -> None:
         super().__init__("http://127.0.0.1:9")
         self.well = well
+        self.says: dict[str, Any] = {"engine": "miles"}
 
     async def healthy(self) -> bool:
         return self.well
+
+    async def server_info(self) -> dict[str, Any]:
+        return self.says
 
 
 class Child:
@@ -137,3 +142,13 @@ async def test_an_attached_engine_is_waited_for_and_never_started() -> None:
         await short.ready()
     await made.close(1)
     await short.close(1)
+
+
+async def test_one_that_is_not_known_measures_nothing() -> None:
+    server = Server(well=True)
+    server.says = {"version": "0.4.1"}
+    made = engines(server, None)
+    with pytest.raises(EvaluationSkippedError, match=r"SGLang in version 0\.4\.1 is not known") as skipped:
+        await made.ready()
+    assert skipped.value.kind == "unhealthy"
+    await made.close(1)

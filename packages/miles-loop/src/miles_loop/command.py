@@ -136,11 +136,11 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
         return EXIT_GOOD
     if target.needs:
         raise InvalidFieldError("hardware", target.name, f"this target needs {target.needs}; --dry-run shows it")
+    from miles_loop.machine import check_machine
     from miles_loop.run_folder import default_run_dir
     from miles_loop.run_session import open_new
-    from miles_loop.runtime import require_runtime
 
-    require_runtime(config)
+    check_machine(config)
     if config.run_dir is None:
         config = config.model_copy(update={"run_dir": default_run_dir(recipe.family)})
     folder = open_new(config)
@@ -148,11 +148,11 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
 
 
 def _resume(recipe: Recipe, parsed: Parsed) -> int:
+    from miles_loop.machine import check_machine
     from miles_loop.options import read_toml
     from miles_loop.preflight import check_run
     from miles_loop.run_folder import RunFolder
     from miles_loop.run_session import open_resumed
-    from miles_loop.runtime import require_runtime
 
     folder = RunFolder(Path(parsed.flags["resume"]))
     stored = folder.read_config()
@@ -168,7 +168,7 @@ def _resume(recipe: Recipe, parsed: Parsed) -> int:
     if "dry-run" in parsed.flags:
         sys.stdout.write(toml.dumps(config))
         return EXIT_GOOD
-    require_runtime(config)
+    check_machine(config)
     state, restarted = open_resumed(folder, config)
     return _run(recipe, config, folder, state, plain="plain" in parsed.flags, said_first=restarted)
 
@@ -229,11 +229,14 @@ def _summarise(folder: Any, config: RunConfig, *, shown: bool) -> None:
 
 def _eval(recipe: Recipe, parsed: Parsed) -> int:
     _no_words(parsed)
-    from miles_loop.evaluation_session import evaluate_model
-    from miles_loop.runtime import require_runtime
+    from miles_loop.preflight import check_eval
 
     config = _eval_config(recipe, parsed)
-    require_runtime(config)
+    check_eval(recipe, config)
+    from miles_loop.evaluation_session import evaluate_model
+    from miles_loop.machine import check_machine
+
+    check_machine(config, training=False)
     # On a cluster the nodes write their logs there, so it has to be where runs are, not on this machine's own disk.
     where = Path.cwd() if config.runtime.kind is RuntimeKind.RAY else None
     with tempfile.TemporaryDirectory(prefix="miles-eval-", dir=where) as logs:

@@ -234,6 +234,8 @@ class EvaluationConfig(Section):
             raise ValueError("command: it is only used by mode external; set evaluation.mode, or leave it out")
         if self.command and not any("{checkpoint}" in part for part in self.command):
             raise ValueError("command: write {checkpoint} where the snapshot's folder belongs")
+        if self.urls and self.mode is not EvaluationMode.DEDICATED:
+            raise ValueError("urls: they are only used by mode dedicated; set evaluation.mode, or leave them out")
         if bad := [k for k in self.ks if k > self.samples]:
             raise ValueError(f"ks: {bad[0]} is more than evaluation.samples, {self.samples}")
         return self

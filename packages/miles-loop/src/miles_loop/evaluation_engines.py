@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+from miles_contracts import EngineError
 from miles_loop.errors import RunError
 from miles_loop.processes import Process
 from miles_loop.serving import until_healthy
@@ -72,11 +73,11 @@ class EvaluationEngines:
         """Start what does not run and wait until every engine answers.
 
         Raises:
-            EvaluationSkippedError: `unhealthy`: one did not start.
+            EvaluationSkippedError: `unhealthy`: one did not start, or is none that is known.
         """
         try:
             await asyncio.gather(*(self._ready(client, process) for client, process in self._engines))
-        except RunError as error:
+        except (RunError, EngineError) as error:
             raise EvaluationSkippedError("unhealthy", str(error)) from error
 
     async def _ready(self, client: EngineClient, process: Process | None) -> None:
@@ -85,6 +86,7 @@ class EvaluationEngines:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await until_healthy(client, process, _log.warning)
+                await client.require_supported()
         except TimeoutError:
             if process is not None:
                 process.crash("it hung")  # the next evaluation starts it afresh

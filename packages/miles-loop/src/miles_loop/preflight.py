@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import EvaluationConfig, RunConfig, TaskSourceKind
+from miles_loop.config import EvaluationConfig, EvaluationMode, RunConfig, TaskConfig, TaskSourceKind
 from miles_loop.models import check_model_folder
 from miles_loop.recipe import Recipe
+from miles_loop.sglang_engine import check_model as check_served_right
+from miles_rollout.engine_identity import EngineKind
 from miles_trainer.config import ObjectiveKind
 
 
@@ -21,15 +25,78 @@ def check_run(recipe: Recipe, config: RunConfig) -> None:
         InvalidFieldError: naming field, value and remedy.
     """
     _check_groups(config)
-    if config.task.source is TaskSourceKind.JSONL:
-        for field, path in (("task.path", config.task.path), ("task.eval_path", config.task.eval_path)):
+    _check_task(config.task)
+    _check_urls("engine.urls", config.engine.urls)
+    _check_program(config.evaluation)
+    _check_dedicated(config)
+    _check_model(recipe, config, starts_engines=not config.engine.urls or starts_dedicated(config))
+
+
+def check_eval(recipe: Recipe, config: RunConfig) -> None:
+    """Refuse what cannot be measured by `eval`, at the cost of a few looks at the disk.
+
+    Raises:
+        InvalidFieldError: naming field, value and remedy.
+    """
+    _check_task(config.task)
+    if not config.task.eval_size:
+        raise InvalidFieldError("task.eval_size", 0, "nothing is held out that could be measured; use a value > 0")
+    _check_urls("engine.urls", config.engine.urls)
+    _check_model(recipe, config, starts_engines=not config.engine.urls)
+
+
+def starts_dedicated(config: RunConfig) -> bool:
+    """Whether the run starts engines that only measure."""
+    return config.evaluation.mode is EvaluationMode.DEDICATED and not config.evaluation.urls
+
+
+def _check_task(task: TaskConfig) -> None:
+    if task.source is TaskSourceKind.JSONL:
+        for field, path in (("task.path", task.path), ("task.eval_path", task.eval_path)):
             if path is not None:
                 _require_file(field, path)
-    elif config.task.source is TaskSourceKind.REASONING_GYM:
-        _check_family(str(config.task.dataset))
-    _check_program(config.evaluation)
-    if recipe.model_named(config.model) is None:
-        check_model_folder(Path(config.model), [model.name for model in recipe.models])
+    elif task.source is TaskSourceKind.REASONING_GYM:
+        _check_family(str(task.dataset))
+
+
+def _check_model(recipe: Recipe, config: RunConfig, *, starts_engines: bool) -> None:
+    """What the recipe makes itself is not looked at."""
+    if recipe.model_named(config.model) is not None:
+        return
+    model = Path(config.model)
+    check_model_folder(model, [known.name for known in recipe.models])
+    if starts_engines and config.engine.kind is EngineKind.SGLANG:
+        check_served_right(model)
+
+
+def _check_dedicated(config: RunConfig) -> None:
+    """Without this, engines that cannot measure would only show as points that are missing."""
+    if config.evaluation.mode is not EvaluationMode.DEDICATED:
+        return
+    if not config.task.eval_size:
+        remedy = "nothing is held out for evaluation.mode dedicated; use a value > 0, or leave evaluation.mode out"
+        raise InvalidFieldError("task.eval_size", 0, remedy)
+    _check_urls("evaluation.urls", config.evaluation.urls)
+    trains = {url.rstrip("/") for url in config.engine.urls}
+    for url in config.evaluation.urls:
+        if url.rstrip("/") in trains:
+            remedy = "engine.urls names it too: it would train with the weights of snapshots; name another engine"
+            raise InvalidFieldError("evaluation.urls", url, remedy)
+
+
+def _check_urls(field: str, urls: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # a port that is none
+            good = False
+        if not good:
+            raise InvalidFieldError(field, url, "give the URL of an engine, like http://127.0.0.1:30000")
+        if url.rstrip("/") in seen:
+            raise InvalidFieldError(field, url, "it is named twice; name each engine once")
+        seen.add(url.rstrip("/"))
 
 
 def _check_groups(config: RunConfig) -> None:
