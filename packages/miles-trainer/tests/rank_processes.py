@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,9 +34,9 @@ def in_group(
         timeout_s: of the group.
         waited_for: the only ranks whose results are wanted; others may be stuck.
     """
-    import torch.distributed as dist
+    from miles_trainer.ranks import meeting_point
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = meeting_point("127.0.0.1", timeout_s=60)
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = CONTEXT.Pipe()
@@ -63,13 +62,12 @@ def _result(end: Connection) -> Any:
 
 def _rank(end: Connection, port: int, rank: int, size: int, timeout_s: float, work: Work, arguments: Any) -> None:
     import torch
-    import torch.distributed as dist
 
-    from miles_trainer.ranks import TorchRanks
+    from miles_trainer.ranks import TorchRanks, meeting_point
 
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = meeting_point("127.0.0.1", port, timeout_s=60)
         ranks = TorchRanks(store, rank, size, timeout_s=timeout_s, host="127.0.0.1")
         result = work(ranks, *arguments)
     except Exception as error:  # noqa: BLE001 - process main: the test looks at it

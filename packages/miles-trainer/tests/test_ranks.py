@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from miles_trainer.errors import (
     RankLateError,
     RanksDivergedError,
 )
-from miles_trainer.ranks import OneRank, buckets, fingerprint
+from miles_trainer.ranks import OneRank, buckets, fingerprint, meeting_point
 
 Folder = Callable[..., Path]
 Groups = Callable[..., list[Group]]
@@ -225,6 +226,21 @@ def test_buckets_hold_all_in_order_and_keep_to_their_size(sizes: list[int], limi
     for bucket in made:
         assert len({m.dtype for m in bucket}) == 1
         assert len(bucket) == 1 or sum(m.nbytes for m in bucket) <= limit
+
+
+def test_a_meeting_point_is_open_at_its_own_address_alone() -> None:
+    store = meeting_point("127.0.0.1", timeout_s=5)
+    meeting_point("127.0.0.1", store.port, timeout_s=5).set("key", "value")
+    assert store.get("key") == b"value"
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", store.port))
+
+
+def test_a_meeting_point_that_is_not_there_has_a_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RankLateError, match=rf"cannot be reached at 127\.0\.0\.1:{port}"):
+        meeting_point("127.0.0.1", port, timeout_s=0.5)
 
 
 def test_a_fingerprint_sees_every_bit() -> None:

@@ -10,6 +10,7 @@ named. Sums are taken in the order of ranks, so that all ranks see the same bits
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,17 +117,22 @@ def meeting_point(host: str, port: int | None = None, *, timeout_s: float) -> An
 
     Args:
         host: address of rank 0's machine.
-        port: where rank 0 serves it; None serves it here, on a port that was free.
+        port: where rank 0 serves it; None serves it here, at this address alone, on a port that was free.
         timeout_s: for the others to reach it, and for every wait on it.
 
     Raises:
         RankLateError: nobody serves it there.
     """
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
     wait = timedelta(seconds=timeout_s)
+    if port is None:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            server.bind((host, 0))
+            number, descriptor = server.getsockname()[1], server.detach()
+        # Left to itself it would listen on every address of the machine.
+        return store(host, number, is_master=True, timeout=wait, wait_for_workers=False, master_listen_fd=descriptor)
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port or 0, is_master=port is None, timeout=wait, wait_for_workers=False
-        )
+        return store(host, port, is_master=False, timeout=wait)
     except dist.DistError as error:
         raise RankLateError(f"rank 0 of the trainer group cannot be reached at {host}:{port}: {error}") from error
 
