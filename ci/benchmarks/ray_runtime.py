@@ -3,9 +3,10 @@
     nox -s bench -- ray_runtime [--repeats 3] [--steps 20]
 
 The same training run (the recipe's tiny model) is started in turn as child processes of this machine, on a Ray cluster
-that it starts for itself, and on a cluster of two nodes that is there already. The table shows medians. Memory is the
-peak of the proportional set size of everything below this script; Ray's share is that of its daemons and actors,
-without the engine and trainer below them. An idle cluster is measured once, before anything has joined it.
+that it starts for itself (both with and without a rollout worker), and on a cluster of two nodes that is there already.
+The table shows medians. Memory is the peak of the proportional set size of everything below this script; Ray's share is
+that of its daemons and actors, without the engine, trainer and rollout worker below them. An idle cluster is measured
+once, before anything has joined it.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def main() -> None:
     node = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     kinds: dict[str, tuple[str, ...]] = {
         "local": (),
+        "local, a rollout worker": ("--rollout.workers", "1"),
         "Ray, a cluster of its own": ("--runtime", "ray", "--address", "local"),
+        "Ray, so, no rollout worker": ("--runtime", "ray", "--address", "local", "--rollout.workers", "0"),
     }
     results: dict[str, list[Outcome]] = {}
     with tempfile.TemporaryDirectory() as folder:

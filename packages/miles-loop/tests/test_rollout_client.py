@@ -92,7 +92,8 @@ async def test_what_is_asked_for_in_one_moment_travels_in_one_message(scene: Sce
     assert (first.member, first.attempt, first.purpose) == (3, 1, TRAINING)
     assert scene.client.outstanding == 6
     made = trajectory(answer("r", 4))
-    scene.worker.send(link.Made(number=first.number, trajectories=(made,), told=told(serving=7)))
+    scene.worker.send(told(serving=7))
+    scene.worker.send(link.Made(number=first.number, trajectories=(made,)))
     (found,) = await asked[0]
     assert (found.token_ids == made.token_ids).all()
     assert not found.token_ids.flags.writeable
@@ -113,7 +114,7 @@ async def test_a_round_is_told_of_only_when_nothing_changes_any_more(steps: Scen
     replaced = asyncio.create_task(replace())
     issues = (await steps.work()).issues
     for issue in issues[:2]:
-        steps.worker.send(link.Made(number=issue.number, trajectories=(trajectory(answer("r", 2)),), told=told()))
+        steps.worker.send(link.Made(number=issue.number, trajectories=(trajectory(answer("r", 2)),)))
     second = await steps.work(2)
     while not second.issues:  # the two answers may have come in two moments
         assert second.in_flight[TRAINING] == 2
@@ -132,12 +133,13 @@ async def test_an_answer_that_nobody_waits_for_is_cancelled_there(scene: Scene) 
     assert work.cancelled == (issues[0].number,)
     assert work.in_flight[TRAINING] == 1
     # What comes all the same is dropped, its report is not.
-    scene.worker.send(link.Made(number=issues[0].number, trajectories=(), told=told(serving=5)))
-    scene.worker.send(link.Failed(number=issues[1].number, kind="KeyError", message="boom (a.py:3)", told=told()))
+    scene.worker.send(told(serving=5))
+    scene.worker.send(link.Made(number=issues[0].number, trajectories=()))
+    scene.worker.send(link.Failed(number=issues[1].number, kind="KeyError", message="boom (a.py:3)"))
     with pytest.raises(EpisodeFailedError, match=r"boom \(a\.py:3\)") as caught:
         await asked[1]
     assert caught.value.kind == "KeyError"
-    assert [report.serving for report in scene.reports] == [5, 1]
+    assert [report.serving for report in scene.reports] == [5]
 
 
 async def test_the_loss_of_a_worker_reaches_everybody_who_waits(scene: Scene) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from loop_toy.harness import Command, named_child, records, wait_for, wait_for_records, without_clock
 
+from miles_loop.report import make_report
+
 TASKS = {
     "one answer": (),
     "groups that are replaced": ("--rollout.filter", "no_signal", "--rollout.sampling.max_new_tokens", 2),
@@ -65,6 +67,7 @@ def test_a_killed_worker_costs_what_it_had_under_way(fast: Command, tmp_path: Pa
     found = records(run)
     assert sum(r.get("router/rollout_worker_restarts", 0) for r in found) == 1
     assert found[-1]["router/rollout_workers"] == 2
+    assert make_report(run).rollout_worker_restarts == 1
     assert all(r.get("rollout/token_mismatches", 0) == 0 for r in found)
     assert all(r.get("rollout/failed_ratio", 0) == 0 for r in found), "its answers were made elsewhere"
     trained = [prompt for entry in records(run, "ledger.jsonl") for prompt, _ in entry["prompts"]]

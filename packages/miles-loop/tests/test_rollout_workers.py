@@ -82,7 +82,8 @@ class Worker:
                 counted={},
             )
             made = trajectory(result, index=issue.prompt_index, member=issue.member)
-            self._link.send(link.Made(number=issue.number, trajectories=(made,), told=told))
+            self._link.send(told)
+            self._link.send(link.Made(number=issue.number, trajectories=(made,)))
         self.held = []
 
     async def die(self) -> None:

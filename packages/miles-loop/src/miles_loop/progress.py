@@ -33,6 +33,7 @@ _COUNTERS = (
     "route_mismatches",
     "groups_trained",
     "engine_restarts",
+    "rollout_worker_restarts",
     "prompts_given_up",
     "prompts_dropped",
     "evaluations_skipped",

@@ -130,6 +130,7 @@ class RunRecorder:
         self._count_running()
         counters = self._progress.counters
         counters["prompts_given_up"] += record.get("rollout/fully_async/given_up_prompts", 0.0)
+        counters["rollout_worker_restarts"] += record.get("router/rollout_worker_restarts", 0.0)
         counters["prompts_dropped"] += record.get("rollout/fully_async/dropped_prompts", 0.0)
         for key, value in session_counts(record).items():
             counters[key] = counters.get(key, 0.0) + value

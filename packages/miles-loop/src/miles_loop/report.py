@@ -75,6 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         routes_audited: fed tokens whose expert choices were compared with the engine's record; 0 for a dense model.
         route_mismatches: those that differ in any layer.
         engine_restarts: engines started again.
+        rollout_worker_restarts: rollout workers started again.
         trainer_restarts: times that the run went back to a checkpoint because its trainer process died.
         evaluations_skipped: evaluations that could not be done; the records say why.
         prompts_given_up: prompts whose attempts were used up.
@@ -101,6 +102,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     routes_audited: int
     route_mismatches: int
     engine_restarts: int
+    rollout_worker_restarts: int
     trainer_restarts: int
     evaluations_skipped: int
     prompts_given_up: int
@@ -186,6 +188,7 @@ def make_report(path: Path) -> Report:
         routes_audited=int(counters.get("routes_audited", 0)),
         route_mismatches=int(counters.get("route_mismatches", 0)),
         engine_restarts=int(counters.get("engine_restarts", 0)),
+        rollout_worker_restarts=int(counters.get("rollout_worker_restarts", 0)),
         trainer_restarts=int(counters.get("trainer_restarts", 0)),
         evaluations_skipped=int(counters.get("evaluations_skipped", 0)),
         prompts_given_up=int(counters.get("prompts_given_up", 0)),
@@ -221,6 +224,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
         found += _session_rows(report.sessions)
     if report.engine_restarts:
         found.append(("engine restarts", str(report.engine_restarts)))
+    if report.rollout_worker_restarts:
+        found.append(("rollout worker restarts", str(report.rollout_worker_restarts)))
     if report.trainer_restarts:
         found.append(("trainer restarts", str(report.trainer_restarts)))
     if report.evaluations_skipped:

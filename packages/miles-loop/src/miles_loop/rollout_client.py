@@ -197,12 +197,12 @@ class RolloutClient:
             case link.Acknowledged():
                 self._heard_of = max(self._heard_of, message.number)
                 self._acknowledged.set()
+            case link.Told():
+                self._on_told(message)
             case link.Made():
-                self._on_told(message.told)
                 if (call := self._ended(message.number)) is not None:
                     call.set_result(message.trajectories)
             case link.Failed():
-                self._on_told(message.told)
                 if (call := self._ended(message.number)) is not None:
                     call.set_exception(EpisodeFailedError(message.kind, message.message))
             case link.Pong():

@@ -7,12 +7,12 @@
       Update, Version, Quarantine, Readmit     --->        what changes from then on, in order
                                                <---  Acknowledged (of Update)
       Work             answers to make         --->
-                                               <---  Made or Failed, one for each answer
+                                               <---  Told, then Made or Failed, for each answer
       Ping                                     --->
                                                <---  Pong
 
-A `Made` carries the trajectories together with the engines' own records of them, so that the driver's audit compares
-what is trained with what was recorded the moment an engine answered.
+`Told` brings the engines' own records of an answer before the answer itself, so that the driver's audit compares what
+is trained with what was recorded the moment an engine answered.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
     """Yes."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class Told(msgspec.Struct, frozen=True, kw_only=True, tag="told"):
     """What happened in the worker since its last report.
 
     Attributes:
@@ -164,7 +164,6 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, tag="made", eq=False):
 
     number: int
     trajectories: tuple[Trajectory, ...]
-    told: Told
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", eq=False):
@@ -173,8 +172,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", eq=False):
     number: int
     kind: str
     message: str
-    told: Told
 
 
 ToWorker = Start | FleetState | Update | Version | Quarantine | Readmit | Work | Ping
-ToDriver = Ready | Refused | Acknowledged | Pong | Made | Failed
+ToDriver = Ready | Refused | Acknowledged | Pong | Told | Made | Failed

@@ -12,14 +12,14 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from miles_contracts import Generate, Task, Trajectory, wire
+from miles_contracts import Generate, Task, wire
 from miles_loop import rollout_link as link
 from miles_loop.audit import EngineRecords
 from miles_loop.compose import Counting, make_tasks
@@ -81,7 +81,6 @@ class RolloutService:
         self._in_flight = dict.fromkeys(link.Purpose, 0)
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._telling = asyncio.Lock()
         self._stack = AsyncExitStack()
 
     def take(self, message: link.ToWorker) -> None:
@@ -216,21 +215,11 @@ class RolloutService:
         try:
             task = _TASK.decode(issue.task) if issue.task else self._loaded.task_at(issue.purpose, issue.prompt_index)
             made = tuple(await self._generates[issue.purpose](task, issue.member, issue.attempt))
-            async with self._telling:
-                self._connection.send_parts(await self._encoded(issue.number, made))
+            self._connection.send(self._told())
+            self._connection.send_parts(await _encoded(link.Made(number=issue.number, trajectories=made)))
         except Exception as error:  # noqa: BLE001 - request boundary: the driver counts it as this episode's failure
-            async with self._telling:
-                failed = link.Failed(
-                    number=issue.number, kind=type(error).__name__, message=str(error), told=self._told()
-                )
-                self._connection.send(failed)
-
-    async def _encoded(self, number: int, made: Sequence[Trajectory]) -> list[Any]:
-        """Under the lock: the driver must not get an answer before the records of its turns."""
-        message = link.Made(number=number, trajectories=tuple(made), told=self._told())
-        if sum(trajectory.num_tokens for trajectory in made) > _OFF_LOOP_TOKENS:
-            return await asyncio.to_thread(wire.encode_parts, message)
-        return wire.encode_parts(message)
+            self._connection.send(self._told())
+            self._connection.send(link.Failed(number=issue.number, kind=type(error).__name__, message=str(error)))
 
     def _told(self) -> link.Told:
         router = self._routing.router
@@ -242,3 +231,14 @@ class RolloutService:
             outstanding_tokens=router.outstanding_tokens,
             counted={p: g.take_metrics() for p, g in self._generates.items() if isinstance(g, Counting)},
         )
+
+
+async def _encoded(message: link.Made) -> list[Any]:
+    """Its frame; a large one is made beside the event loop.
+
+    Raises:
+        WireError: an agent put something into the trajectory that the format does not know.
+    """
+    if sum(trajectory.num_tokens for trajectory in message.trajectories) > _OFF_LOOP_TOKENS:
+        return await asyncio.to_thread(wire.encode_parts, message)
+    return wire.encode_parts(message)
