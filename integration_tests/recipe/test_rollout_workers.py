@@ -18,6 +18,7 @@ def worker(pid: int, index: int) -> int:
     return sorted(child for child in found if os.getpgid(child) == child)[index]
 
 
+@pytest.mark.gate
 def test_at_depth_0_one_worker_makes_the_very_same_run(shell: Shell, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     options = ("--steps", 3, "--pipeline-depth", 0, "--engine.replicas", 2, "--evaluation.every", 2, *SMALL)
