@@ -15,6 +15,9 @@ from loop_toy.recipe import RECIPE
 from miles_contracts import InvalidFieldError
 from miles_loop.arguments import config_for, parse
 
+PATIENCE_S = 240
+"""For what takes some ten seconds on a quiet machine."""
+
 
 def rank_process(run: Path, driver: int, name: str) -> int:
     """The child of the driver that writes the log of this name."""
@@ -22,20 +25,20 @@ def rank_process(run: Path, driver: int, name: str) -> int:
     return next(pid for pid in children(driver) if os.path.realpath(f"/proc/{pid}/fd/1") == log)
 
 
-def lose(process: subprocess.Popen[str], run: Path, number: signal.Signals) -> None:
-    """Kill or stop rank 1, and wait until the run has gone back and on."""
+def lose(process: subprocess.Popen[str], run: Path, number: signal.Signals, name: str = "trainer-1") -> None:
+    """Kill or stop a rank, and wait until the run has gone back and on."""
     log = run / "logs" / "driver.log"
     before = log.read_text().count("going back to")
-    os.kill(rank_process(run, process.pid, "trainer-1"), number)
-    wait_for(lambda: log.read_text().count("going back to") > before, 90)
+    os.kill(rank_process(run, process.pid, name), number)
+    wait_for(lambda: log.read_text().count("going back to") > before, PATIENCE_S)
     done = len(records(run))
-    wait_for_records(process, run, done + 2, 90)
+    wait_for_records(process, run, done + 2, PATIENCE_S)
 
 
 def interrupted(process: subprocess.Popen[str], run: Path) -> int:
     """End a run in order; how often its trainer was started again."""
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
     return int(json.loads((run / "status.json").read_text())["counters"]["trainer_restarts"])
 
@@ -59,11 +62,12 @@ def test_two_ranks_train_as_one_does(toy: Command, tmp_path: Path) -> None:
     assert "perf/reduce_s" not in records(one)[1]
 
 
+@pytest.mark.timeout(900)
 def test_a_killed_rank_costs_a_detour_and_one_rank_can_go_on(toy: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--plain", "--steps", 100000, "--checkpoint-every", 1, "--trainer.ranks", 2)
     process = toy.start("train", "--run-dir", run, *options)
-    wait_for_records(process, run, 3, 90)
+    wait_for_records(process, run, 3, PATIENCE_S)
     lose(process, run, signal.SIGKILL)
     assert "process trainer-1 was killed by SIGKILL" in (run / "logs" / "driver.log").read_text()
     assert interrupted(process, run) == 1
@@ -77,25 +81,32 @@ def test_a_killed_rank_costs_a_detour_and_one_rank_can_go_on(toy: Command, tmp_p
 
 
 @pytest.mark.gate
-def test_a_rank_that_hangs_costs_a_detour(toy: Command, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_a_rank_that_hangs_and_the_loss_of_the_first_cost_a_detour_each(toy: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ("--plain", "--steps", 100000, "--checkpoint-every", 1, "--runtime.trainer_rank_timeout_s", 5)
-    process = toy.start("train", "--run-dir", run, *options, "--trainer.ranks", 3)
-    wait_for_records(process, run, 3, 120)
+    options = ("--plain", "--steps", 100000, "--checkpoint-every", 1, "--runtime.trainer_rank_timeout_s", 15)
+    more = ("--trainer.ranks", 3, "--runtime.trainer_restarts", 2)
+    process = toy.start("train", "--run-dir", run, *options, *more)
+    wait_for_records(process, run, 3, PATIENCE_S)
     lose(process, run, signal.SIGSTOP)
     log = (run / "logs" / "driver.log").read_text()
-    assert "did not come within 5 s" in log or "trainer rank 1 gave no answer within 5 s" in log
-    assert interrupted(process, run) == 1
+    assert "did not come within 15 s" in log or "trainer rank 1 gave no answer within 15 s" in log
+    lose(process, run, signal.SIGKILL, "trainer")
+    log = (run / "logs" / "driver.log").read_text()
+    assert "process trainer was killed by SIGKILL" in log
+    assert "process trainer-1 ended" not in log
+    assert interrupted(process, run) == 2
 
 
 @pytest.mark.gate
+@pytest.mark.timeout(900)
 def test_ranks_that_are_lost_too_often_end_the_run_by_name(toy: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--plain", "--steps", 100000, "--checkpoint-every", 1, "--runtime.trainer_restarts", 0)
     process = toy.start("train", "--run-dir", run, *options, "--trainer.ranks", 2)
-    wait_for_records(process, run, 3, 90)
+    wait_for_records(process, run, 3, PATIENCE_S)
     os.kill(rank_process(run, process.pid, "trainer-1"), signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     status = json.loads((run / "status.json").read_text())
     assert (status["status"], status["reason"]) == ("failed", "process_died")
