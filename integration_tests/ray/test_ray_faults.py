@@ -88,6 +88,31 @@ def test_an_engine_whose_node_is_lost_comes_back_on_another(cluster: TwoNodes, s
 
 
 @pytest.mark.gate
+def test_a_rollout_worker_whose_node_is_lost_comes_back_on_another(
+    cluster: TwoNodes, shell: Shell, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    where = ("--runtime.ray.placement", "spread", "--runtime.ray.rollout_cpus", 2, "--task", "guess")
+    on_head = ("--runtime.ray.trainer_resources.head", 0.5, "--runtime.ray.engine_resources.head", 0.5)
+    address = ("--runtime", "ray", "--address", cluster.address)
+    process = started(shell, run, "--steps", 4000, *address, *where, *on_head)
+    log = run / "logs" / "rollout-0.log"
+    lost = raylet_of(log)
+    assert lost != raylet_of(run / "logs" / "trainer.log") == raylet_of(run / "logs" / "engine-0.log")
+    cluster.lose_other()
+    wait_for(lambda: said(run, "rollout worker rollout-0 is back"), process)
+    assert said(run, "rollout-0 was lost with its node")
+    assert raylet_of(log) != lost
+    done = len(records(run))
+    wait_for(lambda: len(records(run)) >= done + 2, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 130, out + err
+    assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
+    assert gone(run)
+
+
+@pytest.mark.gate
 def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
     cluster: TwoNodes, shell: Shell, tmp_path: Path
 ) -> None:

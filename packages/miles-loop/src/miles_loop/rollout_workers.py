@@ -157,8 +157,10 @@ class RolloutWorkers:
         tasks = [*self._starting, *self._supervisors]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(client.close() for client in self._clients if client is not None))
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        # Those that came up before the run got as far as to use them are there, too.
+        clients = {client for client in (*ended, *self._clients) if isinstance(client, RolloutClient)}
+        await asyncio.gather(*(client.close() for client in clients))
         await asyncio.gather(*(p.stop(self._stop_timeout_s) for p in self._processes if p is not None))
 
     async def _bring_up(self, index: int) -> RolloutClient:
