@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from miles_contracts import InvalidFieldError, Message, Task
+from miles_contracts import InvalidFieldError, Message, Task, Trajectory
 from miles_loop.config import RewardScope, TaskConfig
-from miles_loop.scoring import make_scoring, task_scoring
+from miles_loop.scoring import Counting, CountingService, make_scoring, task_scoring
 from miles_rollout.rewards import CodeReward, ExactMatch, MathMatch, RemoteReward, UserReward, score
+from miles_rollout.rewards.remote import RemoteRewardError
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_group_function_scores_groups_and_eval_may_score_answers() -> None:
             "eval_reward": "exact",
         }
     )
-    training, held_out = task_scoring(config)
+    training, held_out = task_scoring(config, 60)
     assert (training.answer, held_out.group) == (None, None)
     assert training.group is not None
     assert isinstance(held_out.answer, ExactMatch)
@@ -69,3 +70,41 @@ def test_a_group_function_scores_groups_and_eval_may_score_answers() -> None:
 def test_what_cannot_score_is_refused(name: str, scope: RewardScope, said: str) -> None:
     with pytest.raises(InvalidFieldError, match=said):
         make_scoring(name, scope, field="task.reward")
+
+
+async def test_a_service_has_its_share_of_the_time_for_every_try() -> None:
+    """And answers are made as without it, with its counts among the metrics."""
+
+    def asked(**settings: object) -> RemoteReward:
+        values = {"path": "prompts.jsonl", "reward": "http://127.0.0.1:9/score"} | settings
+        training, held_out = task_scoring(TaskConfig.model_validate(values), 60)
+        assert held_out is training
+        assert isinstance(training.answer, RemoteReward)
+        return training.answer
+
+    assert (asked().timeout_s, asked().retries) == (15.0, 3)
+    assert (asked(reward_retries=1).timeout_s, asked(reward_retries=1).retries) == (30.0, 1)
+    assert asked(reward_request_timeout_s=7).timeout_s == 7.0
+
+    class Sessions:
+        """Generation that counts, too."""
+
+        async def __call__(self, task: Task, member: int, attempt: int) -> list[Trajectory]:
+            await service(task, "answer")
+            return []
+
+        def take_metrics(self) -> dict[str, float]:
+            return {"rollout/session/turns": 3.0}
+
+    service = asked(reward_retries=0)
+    counting = CountingService(Sessions(), service)
+    with pytest.raises(RemoteRewardError, match="failed 1 times"):
+        await counting(Task(prompt_index=0, messages=()), 0, 0)
+    assert isinstance(counting, Counting)
+    assert counting.take_metrics() == {
+        "rollout/session/turns": 3.0,
+        "rollout/reward_service/requests": 1.0,
+        "rollout/reward_service/retries": 0.0,
+        "rollout/reward_service/failed": 1.0,
+    }
+    await service.close()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from miles_contracts import (
     FilterDecision,
@@ -19,7 +18,7 @@ from miles_contracts import (
 )
 from miles_loop.config import RunConfig, SamplingConfig, TaskConfig, TaskSourceKind
 from miles_loop.names import nearest
-from miles_loop.scoring import label_check
+from miles_loop.scoring import Counting, label_check
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.episodes import GroupReward, WorkerConfig
 from miles_rollout.filters import reward_variance, user_filter
@@ -178,15 +177,6 @@ class ArrivedRewards:
         """Mean over the groups that arrived since the last call; independent of their order. None without any."""
         means, self._means = self._means, []
         return math.fsum(means) / len(means) if means else None
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A `Generate` that counts what happens in it (an agent's audit, say)."""
-
-    def take_metrics(self) -> dict[str, float]:
-        """Metrics by name, of everything since the last call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,11 @@ class TaskConfig(Section):
     reward_scope: RewardScope = RewardScope.ANSWER
     """How your reward function is called: `answer` fn(task, response), `batch` fn(tasks, responses) with all that
     arrive together, `group` fn(task, trajectories) with all answers to one prompt; the last two return a list."""
+    reward_request_timeout_s: Seconds | None = None
+    """A reward service: deadline of one request, which is then made again; default: `rollout.reward_timeout_s` shared
+    equally by all tries."""
+    reward_retries: NonNegative = 3
+    """A reward service: how often a request that failed, hung or was answered with 429 or 5xx is made again."""
     eval_reward: str | None = None
     """How held-out responses are scored, when it differs from `reward` (partial credit in training, say)."""
     agent: str | None = None

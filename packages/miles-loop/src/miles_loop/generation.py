@@ -10,9 +10,10 @@ from miles_contracts import Agent, Generate, Reward
 from miles_loop.compose import sampling_params
 from miles_loop.config import RunConfig, SamplingConfig
 from miles_loop.models import num_experts
-from miles_loop.scoring import Scoring, task_scoring
+from miles_loop.scoring import CountingService, Scoring, task_scoring
 from miles_rollout.imports import load_object
 from miles_rollout.renderers import Renderer, load_renderer
+from miles_rollout.rewards import RemoteReward
 from miles_rollout.router import Router
 
 EVALUATION_SEED_OFFSET = 2**31
@@ -39,7 +40,7 @@ class Generation:
     def __init__(self, renderer: str, config: RunConfig, model: Path, model_context: int | None) -> None:
         self._config = config
         self.renderer: Renderer = load_renderer(model, None if renderer == "auto" else renderer)
-        self._scoring, self._eval_scoring = task_scoring(config.task)
+        self._scoring, self._eval_scoring = task_scoring(config.task, config.rollout.reward_timeout_s)
         self._experts = num_experts(model) if config.trainer.replay.enabled else None
         self._agent: Agent | None = load_object(config.task.agent, field="task.agent") if config.task.agent else None
         limits = [limit for limit in (config.engine.max_context, model_context) if limit is not None]
@@ -62,8 +63,9 @@ class Generation:
         async with self._generate(
             config.rollout.sampling, router, config.seed, self._scoring.answer, self._experts
         ) as generate:
+            service = self._scoring.answer
             try:
-                yield generate
+                yield CountingService(generate, service) if isinstance(service, RemoteReward) else generate
             finally:
                 await self._scoring.close()
 

@@ -22,13 +22,14 @@ import msgspec
 from miles_contracts import Generate, Task, wire
 from miles_loop import rollout_link as link
 from miles_loop.audit import EngineRecords
-from miles_loop.compose import Counting, make_tasks
+from miles_loop.compose import make_tasks
 from miles_loop.config import RunConfig, TaskSourceKind
 from miles_loop.fleet_view import FleetState
 from miles_loop.frames import FrameLink
 from miles_loop.generation import Generation
 from miles_loop.models import max_context, num_layers
 from miles_loop.routing import LocalRouting
+from miles_loop.scoring import Counting
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.tasks import TaskSource
 

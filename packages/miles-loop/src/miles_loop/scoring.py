@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
-from miles_contracts import InvalidFieldError, Reward
+from miles_contracts import Generate, InvalidFieldError, Reward, Task, Trajectory
 from miles_loop.config import RewardScope, TaskConfig
 from miles_loop.names import nearest
 from miles_rollout.episodes import GroupReward
@@ -71,13 +72,18 @@ class Scoring:
             await self.answer.close()
 
 
-def make_scoring(name: str, scope: RewardScope, *, field: str) -> Scoring:
+ServiceFactory = Callable[[str], RemoteReward]
+"""From the address of a reward service."""
+
+
+def make_scoring(name: str, scope: RewardScope, *, field: str, service: ServiceFactory = RemoteReward) -> Scoring:
     """From a built-in name, an http(s):// address, or the function `pkg.mod:fn`.
 
     Args:
         name: which.
         scope: how a function is called.
         field: what names it, for error messages.
+        service: how an address is asked.
 
     Raises:
         InvalidFieldError: unknown name, a function that cannot be imported or called, or a scope that does not fit.
@@ -85,7 +91,7 @@ def make_scoring(name: str, scope: RewardScope, *, field: str) -> Scoring:
     if name.startswith(("http://", "https://")) or name in _BUILTIN:
         if scope is not RewardScope.ANSWER:
             raise InvalidFieldError("task.reward_scope", scope.value, f"{name} scores single answers; leave it out")
-        return Scoring(_BUILTIN[name]() if name in _BUILTIN else RemoteReward(name))
+        return Scoring(_BUILTIN[name]() if name in _BUILTIN else service(name))
     if ":" not in name:
         hint = nearest(name, _BUILTIN)
         known = ", ".join(_BUILTIN)
@@ -101,15 +107,49 @@ def make_scoring(name: str, scope: RewardScope, *, field: str) -> Scoring:
             return Scoring(group=load_object(name, field=field))
 
 
-def task_scoring(config: TaskConfig) -> tuple[Scoring, Scoring]:
+def task_scoring(config: TaskConfig, reward_timeout_s: float) -> tuple[Scoring, Scoring]:
     """Scoring of training answers and of held-out answers.
+
+    Args:
+        config: of the task.
+        reward_timeout_s: seconds for scoring one answer, with all requests to a service.
 
     Raises:
         InvalidFieldError: as `make_scoring`.
     """
-    training = make_scoring(config.reward, config.reward_scope, field="task.reward")
+    tries = 1 + config.reward_retries
+    request_s = config.reward_request_timeout_s or reward_timeout_s / tries
+    service = partial(RemoteReward, timeout_s=request_s, retries=config.reward_retries)
+    training = make_scoring(config.reward, config.reward_scope, field="task.reward", service=service)
     if config.eval_reward is None:
         return training, training
     is_function = ":" in config.eval_reward and not config.eval_reward.startswith(("http://", "https://"))
     scope = config.reward_scope if is_function else RewardScope.ANSWER
-    return training, make_scoring(config.eval_reward, scope, field="task.eval_reward")
+    return training, make_scoring(config.eval_reward, scope, field="task.eval_reward", service=service)
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A `Generate` that counts what happens in it (an agent's audit, say)."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics by name, of everything since the last call."""
+        ...
+
+
+class CountingService:
+    """Makes answers with `generate`, and tells what their reward service counted (see `RemoteReward.take_counts`)."""
+
+    def __init__(self, generate: Generate, service: RemoteReward) -> None:
+        self._generate = generate
+        self._service = service
+
+    async def __call__(self, task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
+        """One answer."""
+        return await self._generate(task, member, attempt)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call, with what `generate` itself counted."""
+        own = self._generate.take_metrics() if isinstance(self._generate, Counting) else {}
+        counts = self._service.take_counts()
+        return own | {f"rollout/reward_service/{name}": float(count) for name, count in counts.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,17 +21,18 @@ async def service() -> AsyncIterator[Callable[..., Any]]:
     """Starts a server whose answers are `replies`, in order; returns its URL and what it was asked."""
     runners = []
 
-    async def start(*replies: Callable[[], web.Response]) -> tuple[str, list[Any]]:
+    async def start(*replies: Callable[[], Any]) -> tuple[str, list[Any]]:
         asked: list[Any] = []
         queue = list(replies)
 
         async def answer(request: web.Request) -> web.Response:
             asked.append(await request.json())
-            return queue.pop(0)()
+            reply = queue.pop(0)()
+            return await reply if inspect.isawaitable(reply) else reply
 
         app = web.Application()
         app.router.add_post("/score", answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -105,6 +108,44 @@ async def test_nonsense_is_a_failure(service, reply, reason: str) -> None:
     url, _ = await service(reply)
     reward = RemoteReward(url)
     assert reason in ((await score(reward, TASK, "x")).error or "")
+    await reward.close()
+
+
+async def test_a_request_that_hangs_is_made_again(service) -> None:
+    async def hangs() -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("it ended")
+
+    url, asked = await service(hangs, ok(0.25))
+    reward = RemoteReward(url, timeout_s=1.0, backoff_s=0.001)
+    assert (await score(reward, TASK, "x")).value == 0.25
+    assert len(asked) == 2
+    assert reward.take_counts() == {"requests": 2, "retries": 1, "failed": 0}
+    await reward.close()
+
+
+async def test_what_happened_is_counted(service) -> None:
+    def broken() -> web.Response:
+        return web.Response(status=500)
+
+    url, asked = await service(broken, ok(1), broken, broken, lambda: web.Response(text="<html>"), ok("good"))
+    reward = RemoteReward(url, retries=1, backoff_s=0.001)
+    outcomes = [(await score(reward, TASK, "x")).value for _ in range(4)]
+    assert outcomes == [1.0, None, None, None]
+    assert reward.take_counts() == {"requests": len(asked), "retries": 2, "failed": 3}
+    assert reward.take_counts() == {"requests": 0, "retries": 0, "failed": 0}
+    await reward.close()
+
+
+async def test_an_answer_whose_time_is_over_counts_as_failed(service) -> None:
+    async def hangs() -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("it ended")
+
+    url, _ = await service(hangs)
+    reward = RemoteReward(url)
+    assert "no answer within 0.3 s" in ((await score(reward, TASK, "x", timeout_s=0.3)).error or "")
+    assert reward.take_counts() == {"requests": 1, "retries": 0, "failed": 1}
     await reward.close()
 
 

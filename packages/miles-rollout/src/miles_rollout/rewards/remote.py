@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from miles_contracts import InvalidFieldError, MilesError, Task
+from miles_rollout.rewards.base import check_value
 
 _SHOWN = 300
 
@@ -49,14 +50,30 @@ class RemoteReward:
                 "retries, timeout_s, backoff_s", (retries, timeout_s, backoff_s), "need >= 0, > 0, >= 0"
             )
         self._url = url
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._retries = retries
+        self.timeout_s = timeout_s
+        self.retries = retries
         self._backoff = backoff_s
         self._limit = max_connections
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
+        self._counts = dict.fromkeys(("requests", "retries", "failed"), 0)
+
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call: `requests` made, the `retries` among them, and answers that `failed` to get a reward.
+
+        An answer whose scoring was given up from outside (its time was over) counts as failed, too.
+        """
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return counts
 
     async def __call__(self, task: Task, response: str) -> float:
+        try:
+            return await self._score(task, response)
+        except BaseException:
+            self._counts["failed"] += 1
+            raise
+
+    async def _score(self, task: Task, response: str) -> float:
         body = msgspec.json.encode(
             {
                 "prompt_index": task.prompt_index,
@@ -68,9 +85,11 @@ class RemoteReward:
             }
         )
         problem = ""
-        for attempt in range(1 + self._retries):
+        for attempt in range(1 + self.retries):
             if attempt:
                 await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
+                self._counts["retries"] += 1
+            self._counts["requests"] += 1
             try:
                 status, raw = await self._post(body)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -81,7 +100,7 @@ class RemoteReward:
             problem = f"HTTP {status}: {raw[:_SHOWN].decode(errors='replace')}"
             if status != 429 and status < 500:
                 raise RemoteRewardError(f"{self._url} refused: {problem}")
-        raise RemoteRewardError(f"{self._url} failed {1 + self._retries} times, the last: {problem}")
+        raise RemoteRewardError(f"{self._url} failed {1 + self.retries} times, the last: {problem}")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -92,7 +111,7 @@ class RemoteReward:
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._limit)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
         async with self._session.post(self._url, data=body, headers=self._headers) as answer:
             return answer.status, await answer.read()
 
@@ -103,4 +122,7 @@ class RemoteReward:
             raise RemoteRewardError(f"{self._url} did not answer a JSON object: {error}") from error
         if "reward" not in answer:
             raise RemoteRewardError(f"{self._url} answered without 'reward': it has {', '.join(answer) or 'nothing'}")
-        return answer["reward"]  # type: ignore[no-any-return]  # checked by `score`
+        outcome = check_value(answer["reward"])
+        if outcome.value is None:
+            raise RemoteRewardError(f"{self._url}: {outcome.error}")
+        return outcome.value
