@@ -136,6 +136,26 @@ def environments(session: nox.Session, library: str) -> None:
 
 
 @nox.session
+def nixl(session: nox.Session) -> None:
+    """Install miles-sync with its NIXL extra alone, and run its peer-to-peer transport over NIXL for real."""
+    venv = ROOT / ".nox" / "nixl"
+    python = str(venv / "bin" / "python")
+    if not venv.exists():
+        session.run("uv", "venv", "-q", "--python", PYTHON, str(venv), external=True)
+    contracts, sync = (str(ROOT / "packages" / f"miles-{name}") for name in ("contracts", "sync"))
+    install = ("uv", "pip", "install", "-q", "--python", python)
+    # The workspace's pins are for its own environment, which does not have NIXL.
+    session.run(
+        *install, "--no-config", "--no-sources", "-e", contracts, "-e", f"{sync}[nixl]", *TEST_TOOLS, external=True
+    )
+    session.run(python, "-c", "import nixl", external=True)  # without it the tests below would only be skipped
+    session.run(
+        python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "-k", "nixl",
+        f"{sync}/tests", *session.posargs, external=True,
+    )  # fmt: skip
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """All quick tests in the workspace's own environment (what you want while editing)."""
     session.run(PYTHON, "-m", "pytest", "-m", "not gate and not sglang and not ray", *session.posargs, external=True)

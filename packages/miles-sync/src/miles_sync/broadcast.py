@@ -5,9 +5,8 @@
     receiver         | recv 0 | recv 1 | recv 2
     verify                    | put 0  | put 1     verifying a transfer overlaps receiving the next
 
-Both processors of a connection are busy with copying through the kernel, so nothing else may touch the bytes much:
-large tensors are sent from where they are and stay where they arrive, in memory that the version before the last one
-has left.
+On one machine both ends are busy with copying through the kernel, so little else may touch the bytes: large tensors
+are sent from where they are and stay where they arrive, in memory that the version before the last one has left.
 
 Metadata goes through the control plane, so a receiver enters a collective only after it has been told what comes and
 in which group; a receiver that is gone makes the control plane fail, not the collective hang unseen. Groups and
@@ -183,7 +182,7 @@ class BroadcastSender:
 
         described = fill_bucket(bucket, export, deliver, digests=self._digests)
         self._start(slot, torch.from_numpy(memory))
-        slot.over = self._lane.submit(partial(self._wait, tuple(slot.started)))
+        slot.over = self._lane.submit(partial(_wait, self._group, tuple(slot.started)))
         return described
 
     def _start(self, slot: _Slot, data: torch.Tensor) -> None:
@@ -205,17 +204,6 @@ class BroadcastSender:
 
         slot.started.append(self._lane.submit(collective))
 
-    def _wait(self, started: Sequence[Future[Callable[[], None]]]) -> None:
-        """The end of a bucket's collectives, on their thread."""
-        opened = self._group
-        try:
-            for future in started:
-                future.result(0)()
-        except RuntimeError:
-            if opened is not None:
-                opened.result(0).close()
-            raise
-
     def _finish(self, slot: _Slot) -> None:
         if slot.over is None:
             return
@@ -227,7 +215,7 @@ class BroadcastSender:
         slot.started.clear()
 
     def _abandon(self) -> None:
-        """Leave the group to its fate, and buffers that a hanging collective may still read with it."""
+        """Leave the group to its fate, and with it the memory that a hanging collective may still read."""
         group, self._group = self._group, None
         if group is not None:
             self._lane.close()
@@ -235,6 +223,17 @@ class BroadcastSender:
             if group.done() and group.exception() is None:
                 group.result().close()
         self._slots = (_Slot(), _Slot())
+
+
+def _wait(opened: Future[Group] | None, started: Sequence[Future[Callable[[], None]]]) -> None:
+    """The end of a bucket's collectives, on their thread. When one fails, so do those of all who wait in the group."""
+    try:
+        for future in started:
+            future.result(0)()
+    except RuntimeError:
+        if opened is not None:
+            opened.result(0).close()
+        raise
 
 
 class _Slot:

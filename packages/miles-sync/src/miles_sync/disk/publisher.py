@@ -55,6 +55,9 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
 class DeltaPublisher:
     """Publishes versions into a store.
 
+    It keeps the last version to compare with: the model's size once more, in memory or in a file. On top of that
+    come the chunks that are being encoded and one open part.
+
     Args:
         store: where to.
         snapshot_dir: keep the last version in a file there instead of in memory.
@@ -228,8 +231,8 @@ class _Parts:
 
     def __init__(self, store: Store, publication_id: str, part_bytes: int) -> None:
         self._store, self._id, self._part_bytes = store, publication_id, part_bytes
-        self._open: list[bytes] = []
-        self._open_bytes = 0
+        # One growing buffer: payloads kept one by one would each pin the far larger memory they were packed in.
+        self._open = bytearray()
         self._count = 0
         self.total = 0
 
@@ -241,23 +244,22 @@ class _Parts:
             length=length,
             encoding=encoding,
             part=self._count,
-            offset=self._open_bytes,
+            offset=len(self._open),
             num_bytes=len(payload),
             digest=digest(payload),
         )
-        self._open.append(payload)
-        self._open_bytes += len(payload)
-        if self._open_bytes >= self._part_bytes:
+        self._open += payload
+        if len(self._open) >= self._part_bytes:
             self.close()
         return chunk
 
     def close(self) -> None:
         """Write the open part, if it holds anything."""
         if self._open:
-            self._store.put(part_key(self._id, self._count), self._open)
-            self.total += self._open_bytes
+            self._store.put(part_key(self._id, self._count), [self._open])
+            self.total += len(self._open)
             self._count += 1
-            self._open, self._open_bytes = [], 0
+            self._open = bytearray()
 
     def discard(self) -> None:
         """Delete what was written: the publication failed."""

@@ -22,7 +22,7 @@ _TEMPORARY = ".tmp-"
 class Store(Protocol):
     """Blobs under keys like `a/b`. A blob is written once and not changed; a pointer is replaced."""
 
-    def put(self, key: str, pieces: Iterable[bytes]) -> None:
+    def put(self, key: str, pieces: Iterable[bytes | bytearray]) -> None:
         """Write a blob, durable and visible when this returns, or not at all."""
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -47,7 +47,7 @@ class FolderStore:
             raise InvalidFieldError("root", str(root), "give an existing folder")
         self.root = root
 
-    def put(self, key: str, pieces: Iterable[bytes]) -> None:
+    def put(self, key: str, pieces: Iterable[bytes | bytearray]) -> None:
         """Write through a temporary file, fsync, rename, fsync of the folder.
 
         Raises:
@@ -79,7 +79,7 @@ class FolderStore:
         return self.root.joinpath(*parts)
 
 
-def write_durably(path: Path, pieces: Iterable[bytes]) -> None:
+def write_durably(path: Path, pieces: Iterable[bytes | bytearray]) -> None:
     """Replace `path` by these bytes so that after a crash it is the old file or the whole new one.
 
     Raises:

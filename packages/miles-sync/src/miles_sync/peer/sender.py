@@ -80,9 +80,10 @@ class PeerSender:
         if [(s.name, s.dtype, s.shape) for s in manifest.tensors] != sorted(self._expected):
             raise WeightUpdateError("the manifest is not of the model that the transfer plan was made for")
         tensors = dict(stored)
-        data = {name: self._bytes_of(name, tensors) for name in {t.source_stored for t in self._mine()}}
+        for name in {t.source_stored for t in self.plan.transfers if t.source == self._rank}:
+            self._check(name, tensors)
         for index, numbers in enumerate(self._rounds):
-            yield PeerBucket(update_id=update_id, index=index, written=tuple(self._write_round(numbers, data)))
+            yield PeerBucket(update_id=update_id, index=index, written=tuple(self._write_round(numbers, tensors)))
 
     def acknowledge(self, update_id: str, index: int) -> None:
         """The source's tensors are read in place: nothing to free."""
@@ -94,22 +95,18 @@ class PeerSender:
         """Close the writer."""
         self._writer.close()
 
-    def _mine(self) -> list[Transfer]:
-        return [t for t in self.plan.transfers if t.source == self._rank]
-
-    def _bytes_of(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Bytes:
+    def _check(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         spec = self._source_specs[name]
         tensor = tensors.get(name)
         if tensor is None:
             raise WeightUpdateError("this rank's layout has it, the export does not", tensor=name)
-        data: Bytes = flat_bytes(tensor).cpu().numpy()
-        if tuple(tensor.shape) != spec.shape or len(data) != spec.num_bytes:
+        if tuple(tensor.shape) != spec.shape or tensor.nbytes != spec.num_bytes:
             stated = f"{spec.dtype}{list(spec.shape)}"
             raise WeightUpdateError(f"the layout says {stated}, it is {tensor.dtype}{list(tensor.shape)}", tensor=name)
-        return data
 
-    def _write_round(self, numbers: Sequence[int], data: Mapping[str, Bytes]) -> Iterator[Written]:
+    def _write_round(self, numbers: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Iterator[Written]:
         by_target: dict[int, list[Write]] = {}
+        on_host: dict[str, Bytes] = {}
         for number in numbers:
             transfer = self.plan.transfers[number]
             if transfer.source != self._rank:
@@ -117,7 +114,10 @@ class PeerSender:
             source, arena = self._source_specs[transfer.source_stored], self._arenas[transfer.target]
             target = arena.specs[transfer.target_stored]
             froms, tos, length = aligned_runs(transfer, source, target)
-            packed = take_runs(data[transfer.source_stored], froms, length)
+            name = transfer.source_stored
+            if name not in on_host:
+                on_host[name] = flat_bytes(tensors[name]).cpu().numpy()
+            packed = take_runs(on_host[name], froms, length)
             write = Write(data=packed, offsets=tos + arena.offsets[transfer.target_stored], length=length)
             by_target.setdefault(transfer.target, []).append(write)
             yield Written(transfer=number, digest=digest(packed.data) if self._digests else None)
