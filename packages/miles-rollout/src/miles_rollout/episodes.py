@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from miles_contracts import Generate, Group, InvalidFieldError, MilesError, Status, Task, Trajectory
 from miles_rollout.generate.trajectories import failed_trajectory
 from miles_rollout.ledger import Issue
+from miles_rollout.raised import describe_raised
 from miles_rollout.rewards.base import check_value
-from miles_rollout.rewards.raised import describe_raised
 
 GroupReward = Callable[[Task, Sequence[Trajectory]], Awaitable[Sequence[float]] | Sequence[float]]
 """Scores all trajectories of a group together, one number each."""
@@ -146,7 +146,8 @@ class EpisodeRunner:
                 kind, reason = "episode_timeout", f"the episode took longer than {limit:g} s"
             else:
                 kind = error.kind if isinstance(error, EpisodeFailedError) else type(error).__name__
-                reason = f"{kind}: {error}"
+                known = isinstance(error, EpisodeFailedError)
+                reason = f"{kind}: {error}" if known else describe_raised(error, "an episode's generate function")
             self._counts.errors[kind] += 1
             return [failed_trajectory(task, member, attempt, reason)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Sequence
 
 import pytest
@@ -53,6 +54,25 @@ async def test_failed_prompts_are_retried_with_new_attempts_and_then_given_up(ca
     assert metrics[PREFIX + "retries"] == 3
     assert metrics[PREFIX + "given_up_prompts"] == 1
     assert "prompt 1 is given up after attempt 2: ValueError: no" in caplog.text
+    await worker.close()
+
+
+async def test_where_a_generate_function_raised_is_in_the_reason_and_logged_once(tmp_path, monkeypatch, caplog) -> None:
+    file = tmp_path / "raising_generate.py"
+    file.write_text(
+        "import json\n\nasync def generate(task, member, attempt):\n    return parse('no JSON')\n\n"
+        "def parse(text):\n    return json.loads(text)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    generate = importlib.import_module("raising_generate").generate
+    worker = build(generate, size=1, retry=True, max_retries=3, max_failures_in_a_row=6)
+    await worker.start(0)
+    with pytest.raises(RolloutDiedError, match=rf"JSONDecodeError: Expecting value.* \({file}:7\)"):
+        await worker.collect(2, train_version=0)
+    assert worker.metrics()["rollout/errors/JSONDecodeError"] == 6
+    told = [r.getMessage() for r in caplog.records if "logged once" in r.getMessage()]
+    assert told == [f"an episode's generate function raised at {file}:7 (logged once)"]
+    assert f'File "{file}", line 7, in parse' in caplog.text
     await worker.close()
 
 

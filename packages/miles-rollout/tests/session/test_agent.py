@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 
 import pytest
 from session_factories import WEATHER, ScriptedEngine, user
@@ -68,20 +69,50 @@ async def test_an_exception_is_a_failure_and_keeps_what_was_sampled(renderer) ->
     (trajectory,), _, _ = await run(renderer, breaks, [CALL, "It rains."])
     assert trajectory.status is Status.FAILED
     assert trajectory.reward is None
-    assert trajectory.error == "the agent failed: KeyError: 'tool'"
+    assert trajectory.error.startswith("the agent failed: KeyError: 'tool' (")
     assert trajectory.num_sampled > 0
 
 
-async def test_a_timeout_is_an_abort(renderer) -> None:
-    async def sleeps(base_url, task, params, metadata) -> AgentResult:
-        await asks_twice(base_url, task, params, metadata)
-        await asyncio.sleep(60)
-        return AgentResult(reward=0.0)
+async def test_where_an_agent_raised_is_in_the_status_and_logged_once(renderer, tmp_path, monkeypatch, caplog) -> None:
+    file = tmp_path / "raising_agent.py"
+    file.write_text(
+        "import json\n\nasync def play(base_url, task, params, metadata):\n    return parse(task.label)\n\n"
+        "def parse(text):\n    return json.loads(text)\n\n"
+        "def reward(task, response):\n    return 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("raising_agent")
+    for _ in range(3):
+        (trajectory,), _, _ = await run(renderer, module.play)
+        assert trajectory.status is Status.FAILED
+        assert trajectory.error.startswith("the agent failed: JSONDecodeError: Expecting value")
+        assert trajectory.error.endswith(f"({file}:7)"), "the line of the user's file, not of json's"
 
-    (trajectory,), _, _ = await run(renderer, sleeps, ["It rains."], timeout_s=0.5)
-    assert trajectory.status is Status.ABORTED
-    assert trajectory.reward is None
-    assert trajectory.error == "the episode took longer than 0.5 s"
+    async def silent(base_url, task, params, metadata) -> AgentResult:
+        await asks_twice(base_url, task, params, metadata)
+        return AgentResult()
+
+    for _ in range(2):
+        (trajectory,), _, _ = await run(renderer, silent, ["It rains."], reward=module.reward)
+        assert trajectory.error == f"the reward failed: ZeroDivisionError: division by zero ({file}:10)"
+    told = [r.getMessage() for r in caplog.records if str(file) in r.getMessage()]
+    assert told == [f"the agent raised at {file}:7 (logged once)", f"the reward raised at {file}:10 (logged once)"]
+    assert f'File "{file}", line 7, in parse' in caplog.text
+
+
+async def test_a_timeout_is_an_abort_whether_or_not_there_was_a_turn(renderer) -> None:
+    for replies in (["It rains."], []):
+
+        async def sleeps(base_url, task, params, metadata, asks=bool(replies)) -> AgentResult:
+            if asks:
+                await asks_twice(base_url, task, params, metadata)
+            await asyncio.sleep(60)
+            return AgentResult(reward=0.0)
+
+        (trajectory,), _, _ = await run(renderer, sleeps, replies, timeout_s=0.5)
+        assert trajectory.status is Status.ABORTED
+        assert trajectory.reward is None
+        assert trajectory.error == "the episode took longer than 0.5 s"
 
 
 async def test_a_timeout_inside_the_agent_is_a_failure(renderer) -> None:
@@ -91,7 +122,7 @@ async def test_a_timeout_inside_the_agent_is_a_failure(renderer) -> None:
     (trajectory,), _, _ = await run(renderer, gives_up)
     assert trajectory.status is Status.FAILED
     assert trajectory.num_tokens == 0
-    assert trajectory.error == "the agent failed: TimeoutError: environment"
+    assert trajectory.error.startswith("the agent failed: TimeoutError: environment (")
 
 
 async def test_an_agent_that_never_asks_leaves_one_empty_failure(renderer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from miles_contracts import Reward, Task
-from miles_rollout.rewards.raised import describe_raised
+from miles_rollout.raised import describe_raised
 
 
 class RewardOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ ended is a status, never a reward: an exception is FAILED, a timeout ABORTED, an
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Sequence
@@ -19,7 +18,6 @@ from miles_contracts import (
     Agent,
     AgentResult,
     InvalidFieldError,
-    MilesError,
     Reward,
     SamplingParams,
     Status,
@@ -27,13 +25,12 @@ from miles_contracts import (
     Trajectory,
 )
 from miles_rollout.generate.trajectories import derive_seed, failed_trajectory
+from miles_rollout.raised import describe_raised
 from miles_rollout.session.audit import AuditReport, audit
 from miles_rollout.session.matching import Repair
 from miles_rollout.session.requests import OpenRequest
 from miles_rollout.session.server import SessionServer
 from miles_rollout.session.tree import Policy
-
-_log = logging.getLogger(__name__)
 
 
 class AgentGenerate:
@@ -130,7 +127,8 @@ class AgentGenerate:
             service.close(session.id)
         if not found:
             reason = outcome.error or "the agent ended without a single turn"
-            return (failed_trajectory(task, member, attempt, reason),)
+            empty = failed_trajectory(task, member, attempt, reason)
+            return (empty.replace(status=outcome.status or empty.status),)
         if outcome.status is None and outcome.result.reward is None and self._reward is not None:
             outcome = await self._score(task, last, outcome)
         outcome.result.metrics.setdefault("episode_seconds", time.monotonic() - started)
@@ -145,7 +143,6 @@ class AgentGenerate:
                 return _Outcome(Status.ABORTED, f"the episode took longer than {self._timeout_s:g} s")
             return _failure("the agent", error)
         except Exception as error:  # noqa: BLE001 - the agent is somebody else's program: its errors are outcomes
-            _log.warning("an agent failed: %s: %s", type(error).__name__, error)
             return _failure("the agent", error)
         if not isinstance(result, AgentResult):
             return _Outcome(Status.FAILED, f"the agent returned {type(result).__name__}, not an AgentResult")
@@ -203,8 +200,7 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 def _failure(who: str, error: Exception) -> _Outcome:
-    kind = "" if isinstance(error, MilesError) else f"{type(error).__name__}: "
-    return _Outcome(Status.FAILED, f"{who} failed: {kind}{error}")
+    return _Outcome(Status.FAILED, f"{who} failed: {describe_raised(error, who)}")
 
 
 def agent_generate(agent: Agent, server: SessionServer, **options: Any) -> AgentGenerate:
