@@ -9,7 +9,7 @@ renders and tokenises the whole history every turn, which is what a chat server 
     saturation  64 sessions x 20 turns x (200 in + 200 out) tokens, closed loop
     long        4 sessions x 128 turns, to 64k tokens of history
     routing     16 sessions x 20 turns, the engine returns 480 bytes of routing for each token fed
-    history     time of a turn after 1k .. 128k tokens of history
+    history     time of a turn after 1k .. 128k tokens of history, beside servers that only read and pass on
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import pydoc_data.topics
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import session_history
 from session_mock import Conversation, open_session, serve_mock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -148,34 +148,38 @@ class Server:
     """A running pair of session server and mock engine, and what they report at the end."""
 
     port: int
+    pid: int
     report: dict[str, float]
     mock: dict[str, float]
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], int]:
+    """This script in another role, and the port that it says."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
 
 
 @contextlib.contextmanager
 def processes(model: Path, output_ids: list[int], *, full: bool = False, routing: int = 0) -> Iterator[Server]:
     """Start both, and after the load take the server's report."""
-    here = [sys.executable, str(Path(__file__).resolve())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*here, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    mock = start("--role", "mock", "--ids", json.dumps(output_ids), "--routing", str(routing))
-    assert mock.stdout is not None
-    engine = f"http://127.0.0.1:{int(mock.stdout.readline())}"
-    flags = [*(["--full"] if full else []), *(["--routing", "1"] if routing else [])]
-    server = start("--role", "server", "--engine", engine, "--model", str(model), *flags)
+    started: list[subprocess.Popen[str]] = []
     try:
-        assert server.stdout is not None
-        running = Server(int(server.stdout.readline()), {}, {})
+        mock, engine = start("--role", "mock", "--ids", json.dumps(output_ids), "--routing", str(routing))
+        started.append(mock)
+        flags = [*(["--full"] if full else []), *(["--routing", "1"] if routing else [])]
+        server, port = start(
+            "--role", "server", "--engine", f"http://127.0.0.1:{engine}", "--model", str(model), *flags
+        )
+        started.append(server)
+        running = Server(port, server.pid, {}, {})
         yield running
         running.report = json.loads(server.communicate("", timeout=60)[0])
         running.mock = json.loads(mock.communicate("", timeout=60)[0])
     finally:
-        for process in (server, mock):
+        for process in started:
             process.kill()
             process.wait()
 
@@ -221,20 +225,6 @@ async def open_loop(port: int, sessions: int, history: int, rate: float, seconds
     return sorted(times)
 
 
-async def turn_times(port: int, history: int, texts: Texts, turns: int) -> float:
-    """Median time of a small turn after `history` tokens."""
-    conversation = Conversation(port, await open_session(port))
-    await conversation.turn(texts.take(history))
-    times = []
-    for _ in range(turns):
-        piece = texts.take(50)
-        begun = time.perf_counter()
-        await conversation.turn(piece)
-        times.append(time.perf_counter() - begun)
-    conversation.close()
-    return statistics.median(times)
-
-
 # -- figures ----------------------------------------------------------------------------------------------------
 
 
@@ -274,14 +264,24 @@ def latency(model: Path, texts: Texts) -> None:
 
 
 def history(model: Path, texts: Texts) -> None:
-    """Time of a turn against the length of what came before."""
+    """Time of a turn against the length of what came before, beside what cannot be left out of it."""
     output = [*texts.ids[1000:1049], texts.tokenizer.token_to_id("<|im_end|>")]
-    rows = []
-    for full in (False, True):
-        with processes(model, output, full=full) as server:
-            rows.append([asyncio.run(turn_times(server.port, h << 10, texts, 15)) for h in (1, 4, 16, 64, 128)])
-    for h, ours, theirs in zip((1, 4, 16, 64, 128), *rows, strict=True):
-        print(f"history     {h:>4}k tokens  {1e3 * ours:7.2f} ms  full rendering {1e3 * theirs:7.2f} ms")
+    answer = texts.tokenizer.decode(output)
+    with processes(model, output) as ours, processes(model, output, full=True) as theirs:
+        mock, engine = start("--role", "mock", "--ids", json.dumps(output))
+        bare, port = start("--role", "bare", "--engine", f"http://127.0.0.1:{engine}", "--answer", answer)
+        try:
+            served = {
+                "sessions": (ours.port, ours.pid),
+                "full": (theirs.port, theirs.pid),
+                "bare": (port, bare.pid),
+            }
+            rows = {h: asyncio.run(session_history.measure(served, h << 10, texts)) for h in session_history.HISTORIES}
+        finally:
+            for process in (mock, bare):
+                process.kill()
+                process.wait()
+    session_history.report(rows)
 
 
 def main() -> None:
@@ -289,9 +289,10 @@ def main() -> None:
     names = ("latency", "saturation", "long", "routing", "history")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="*", choices=[*names, []], help="default: all")
-    parser.add_argument("--role", choices=("mock", "server"), help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("mock", "server", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--ids", help=argparse.SUPPRESS)
     parser.add_argument("--routing", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--full", action="store_true", help=argparse.SUPPRESS)
@@ -301,6 +302,14 @@ def main() -> None:
         return
     if options.role == "server":
         asyncio.run(run_server(options.engine, options.model, full=options.full, routing=bool(options.routing)))
+        return
+    if options.role == "bare":
+        from miles_rollout.session import SessionConfig
+
+        limit = SessionConfig().max_body_bytes
+        asyncio.run(
+            session_history.run_bare(options.engine, options.answer, limit, lambda port: print(port, flush=True))
+        )
         return
     chosen = options.figures or names
     with tempfile.TemporaryDirectory() as folder:

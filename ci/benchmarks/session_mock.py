@@ -126,11 +126,16 @@ class Conversation:
     Args:
         port: of the session server.
         session_id: an open session.
+        path: where turns go, by default to the session's chat.
+
+    Attributes:
+        sent: bytes of the last body.
     """
 
-    def __init__(self, port: int, session_id: str) -> None:
+    def __init__(self, port: int, session_id: str = "", *, path: str = "") -> None:
+        self.sent = 0
         self._port = port
-        self._path = f"/sessions/{session_id}/v1/chat/completions"
+        self._path = path or f"/sessions/{session_id}/v1/chat/completions"
         self._messages: list[bytes] = []
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
@@ -143,6 +148,7 @@ class Conversation:
     async def _turn(self, text: str) -> None:
         self._messages.append(_message("user", text))
         body = b'{"model":"policy","max_tokens":4096,"messages":[' + b",".join(self._messages) + b"]}"
+        self.sent = len(body)
         answer = _DECODER.decode(await self._post(self._path, body))
         self._messages = [b",".join(self._messages), _message("assistant", answer.choices[0].message.content or "")]
 
@@ -171,7 +177,7 @@ class Conversation:
 
 async def open_session(port: int) -> str:
     """A new session on the server."""
-    connection = Conversation(port, "")
+    connection = Conversation(port)
     answer = json.loads(await connection._post("/sessions", b""))
     connection.close()
     return str(answer["session_id"])

@@ -1,8 +1,9 @@
-"""A long prompt whose JSON text is known in pieces, so that a turn encodes only what is new in it."""
+"""A long prompt that is known in pieces, so that a turn touches only what is new in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import msgspec
@@ -15,19 +16,39 @@ def json_items(ids: NDArray[np.int32]) -> bytes:
     return msgspec.json.encode(ids.tolist())[1:-1]
 
 
+def ids_crc(ids: NDArray[np.int32], before: int = 0) -> int:
+    """CRC-32 of int32 little-endian ids that follow others whose CRC-32 is `before`."""
+    return zlib.crc32(np.ascontiguousarray(ids, dtype="<i4").data, before)
+
+
 class TokenIds(Sequence[int]):
-    """Ids as a sequence of plain integers, as an array and as JSON.
+    """Ids as a sequence of plain integers, as an array, as JSON and as a checksum.
 
     Args:
-        array: int32 [T], all of them.
-        items: what `json_items` gives for consecutive pieces of `array`, together all of it.
+        pieces: int32 [N] each, together all ids.
+        items: what `json_items` gives for consecutive parts of the ids, together all of them.
+        crc: CRC-32 of all ids (`ids_crc`).
+        length: how many they are, if that is known.
     """
 
-    __slots__ = ("_items", "array")
+    __slots__ = ("_items", "_length", "_pieces", "crc")
 
-    def __init__(self, array: NDArray[np.int32], items: Sequence[bytes]) -> None:
-        self.array = array
+    def __init__(
+        self,
+        pieces: Sequence[NDArray[np.int32]] = (),
+        items: Sequence[bytes] = (),
+        crc: int = 0,
+        length: int | None = None,
+    ) -> None:
+        self.crc = crc
+        self._pieces = pieces
         self._items = items
+        self._length = sum(len(piece) for piece in pieces) if length is None else length
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        """int32 [T], a copy of all ids."""
+        return np.concatenate([np.empty(0, dtype=np.int32), *self._pieces])
 
     @property
     def json(self) -> bytes:
@@ -36,15 +57,35 @@ class TokenIds(Sequence[int]):
 
     def extended(self, more: NDArray[np.int32]) -> TokenIds:
         """These ids and `more` behind them."""
-        return TokenIds(np.concatenate((self.array, more)), [*self._items, json_items(more)])
+        items, length = [*self._items, json_items(more)], self._length + len(more)
+        return TokenIds([*self._pieces, more], items, ids_crc(more, self.crc), length)
 
     def __len__(self) -> int:
-        return int(self.array.shape[0])
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
 
     @overload
     def __getitem__(self, at: int) -> int: ...
     @overload
     def __getitem__(self, at: slice) -> list[int]: ...
     def __getitem__(self, at: int | slice) -> int | list[int]:
-        found = self.array[at]
-        return found.tolist() if isinstance(at, slice) else int(found)
+        if isinstance(at, slice):
+            start, stop, step = at.indices(self._length)
+            return self._between(start, stop) if step == 1 else self.array[at].tolist()
+        index = range(self._length)[at]
+        return self._between(index, index + 1)[0]
+
+    def _between(self, start: int, stop: int) -> list[int]:
+        """Ids from `start` to `stop`; looked for from the end, where readers of a history read."""
+        found: list[list[int]] = []
+        end = self._length
+        for piece in reversed(self._pieces):
+            begin = end - len(piece)
+            if begin < stop:
+                found.append(piece[max(start - begin, 0) : stop - begin].tolist())
+            if begin <= start:
+                break
+            end = begin
+        return [i for part in reversed(found) for i in part]

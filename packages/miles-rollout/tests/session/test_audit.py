@@ -21,7 +21,7 @@ def made():
     def turn(messages, reply, prompt, ids):
         plan = tree.plan(messages)
         sampled = generation(ids, f"r{len(tree.nodes)}")
-        given = path_prompt(plan.parent).extended(np.asarray(prompt, np.int32)).array
+        given = path_prompt(plan.parent).extended(np.asarray(prompt, np.int32))
         records[sampled.request_id] = record(sampled.request_id, given, sampled.output_ids, sampled.logprobs)
         return tree.commit(plan, np.asarray(prompt, np.int32), sampled, reply)
 

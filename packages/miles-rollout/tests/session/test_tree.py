@@ -12,7 +12,7 @@ from miles_rollout.session.assemble import tree_counters
 from miles_rollout.session.errors import BadRequestError, HistoryDivergedError, NodeLimitError, SessionBusyError
 from miles_rollout.session.matching import Repair, role_content_only
 from miles_rollout.session.nodes import path_ids, path_prompt
-from miles_rollout.session.rawprefix import RawPrefixes
+from miles_rollout.session.rawprefix import RawPrefixes, RawText
 from miles_rollout.session.tree import Policy, SessionTree
 
 IDENTITY = TrajectoryIdentity(prompt_index=0, member=0)
@@ -34,7 +34,10 @@ def test_linear_extends_and_holds_only_what_is_new() -> None:
     plan = tree.plan([user("a"), assistant("A"), user("b"), assistant("B"), user("c"), user("d")])
     stored = path_prompt(plan.parent)
     assert list(stored) == [10, 11, 12, 13, 14, 15] == msgspec.json.decode(stored.json)
-    assert plan.history_messages() == [user("a"), assistant("A"), user("b"), assistant("B")]
+    history = plan.history_messages()
+    assert list(history) == history[:] == [user("a"), assistant("A"), user("b"), assistant("B")]
+    assert (len(history), history[-1], history[0]) == (4, assistant("B"), user("a"))
+    assert list(SessionTree().plan([user("a")]).history_messages()) == []
     assert plan.appended == (user("c"), user("d"))
 
 
@@ -203,26 +206,39 @@ def test_raw_prefixes_find_only_whole_messages() -> None:
     tree = SessionTree()
     node = turn(tree, [user("a")], assistant("A"))
     prefixes = RawPrefixes()
-    prefixes.remember(b'[{"role": "user"} ] ', node, 1)
-    assert prefixes.find(b'[{"role": "user"}, {"x": 1}]') == (node, 1, b'[ {"x": 1}]')
-    assert prefixes.find(b'[{"role": "user"} \n, {"x": 1}]') == (node, 1, b'[ {"x": 1}]')
-    assert prefixes.find(b'[{"role": "user"}]') is None
-    assert prefixes.find(b'[{"role": "user", "x": 1}]') is None
-    assert prefixes.find(b'[{"role":"user"}, {"x": 1}]') is None
-    prefixes.remember(b"[]", node, 0)
-    assert prefixes.num_bytes == len(b'[{"role": "user"}')
+    prefixes.remember(RawText(b'[{"role": "user"} ] '), node, 1)
+    assert prefixes.find(RawText(b'[{"role": "user"}, {"x": 1}]')) == (node, 1, b'[ {"x": 1}]')
+    assert prefixes.find(RawText(b'[{"role": "user"} \n, {"x": 1}]')) == (node, 1, b'[ {"x": 1}]')
+    assert prefixes.find(RawText(b'[{"role": "user"}]')) is None
+    assert prefixes.find(RawText(b'[{"role": "user", "x": 1}]')) is None
+    assert prefixes.find(RawText(b'[{"role":"user"}, {"x": 1}]')) is None
+    prefixes.remember(RawText(b"[]"), node, 0)
+    prefixes.remember(RawText(b" "), node, 0)
+    assert prefixes.find(RawText(b'[{"role": "user"}, {"x": 1}]')) is not None
 
 
 def test_raw_prefixes_are_bounded_and_follow_the_branch() -> None:
     tree = SessionTree(Policy.BRANCHING)
     prefixes = RawPrefixes(capacity=2)
     a = turn(tree, [user("a")], assistant("A"))
-    prefixes.remember(b'[{"a":1}]', a, 1)
+    prefixes.remember(RawText(b'[{"a":1}]'), a, 1)
     b = turn(tree, [user("a"), assistant("A"), user("b")], assistant("B"))
-    prefixes.remember(b'[{"a":1},{"A":1},{"b":1}]', b, 3)
-    assert prefixes.find(b'[{"a":1},{"x":1}]') is None, "superseded by its continuation"
+    prefixes.remember(RawText(b'[{"a":1},{"A":1},{"b":1}]'), b, 3)
+    assert prefixes.find(RawText(b'[{"a":1},{"x":1}]')) is None, "superseded by its continuation"
     for name in (b"c", b"d"):
         node = turn(tree, [user(name.decode())], assistant("x"))
-        prefixes.remember(b'[{"%s":1}]' % name, node, 1)
-    assert prefixes.find(b'[{"a":1},{"A":1},{"b":1},{"z":1}]') is None
-    assert prefixes.find(b'[{"d":1},{"z":1}]')[0] is node
+        prefixes.remember(RawText(b'[{"%s":1}]' % name), node, 1)
+    assert prefixes.find(RawText(b'[{"a":1},{"A":1},{"b":1},{"z":1}]')) is None
+    assert prefixes.find(RawText(b'[{"d":1},{"z":1}]'))[0] is node
+
+
+def test_raw_text_lies_where_its_body_has_it() -> None:
+    body = b' {"messages" : [{"a": 1}], "n": 1}'
+    part = msgspec.json.decode(body, type=dict[str, msgspec.Raw])["messages"]
+    raw = RawText.of(body, part)
+    assert (raw.body is body, bytes(raw.view), len(raw)) == (True, b'[{"a": 1}]', 10)
+    assert raw.startswith(RawText(b'[{"a'))
+    assert not raw.startswith(RawText(b'[{"a": 1}],'))  # the body goes on like that, the part does not
+    elsewhere = RawText.of(b"another body", part)
+    assert (elsewhere.body, bytes(elsewhere.view)) == (b'[{"a": 1}]', b'[{"a": 1}]')
+    assert len(RawText.of(body, msgspec.Raw(b""))) == 0

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles_contracts import Trajectory
+from miles_rollout.token_ids import TokenIds
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,7 @@ class SessionCounters(msgspec.Struct, kw_only=True):
         forced_calls: turns whose call was opened in the prompt, because the client forced it.
         relaxed_tool_choices: requests whose forced tool choice was served as "auto".
         repairs: kind of repair -> turns that stayed trainable thanks to it.
+        ignored_fields: name -> requests with a field of that name, which nothing is known about.
     """
 
     turns: int = 0
@@ -83,16 +85,28 @@ class SessionCounters(msgspec.Struct, kw_only=True):
     forced_calls: int = 0
     relaxed_tool_choices: int = 0
     repairs: dict[str, int] = {}
+    ignored_fields: dict[str, int] = {}
 
     def __add__(self, other: SessionCounters) -> SessionCounters:
-        numbers = {f: getattr(self, f) + getattr(other, f) for f in self.__struct_fields__ if f != "repairs"}
-        kinds = sorted(self.repairs.keys() | other.repairs.keys())
-        return SessionCounters(**numbers, repairs={k: self.repairs.get(k, 0) + other.repairs.get(k, 0) for k in kinds})
+        numbers = {f: getattr(self, f) + getattr(other, f) for f in self._numbers()}
+        repairs = _added(self.repairs, other.repairs)
+        return SessionCounters(
+            **numbers, repairs=repairs, ignored_fields=_added(self.ignored_fields, other.ignored_fields)
+        )
 
     def to_metrics(self) -> dict[str, float]:
-        """Flat numbers; repairs become `repairs/<kind>`."""
-        flat = {f: float(getattr(self, f)) for f in self.__struct_fields__ if f != "repairs"}
+        """Flat numbers; repairs become `repairs/<kind>`, ignored fields their sum (clients choose their names)."""
+        flat = {f: float(getattr(self, f)) for f in self._numbers()}
+        flat["ignored_fields"] = float(sum(self.ignored_fields.values()))
         return flat | {f"repairs/{kind}": float(count) for kind, count in self.repairs.items()}
+
+    @classmethod
+    def _numbers(cls) -> list[str]:
+        return [f for f in cls.__struct_fields__ if f not in ("repairs", "ignored_fields")]
+
+
+def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in sorted(one.keys() | other.keys())}
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,13 +145,20 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record(
-    request_id: str, prompt: NDArray[np.int32], output_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+    request_id: str, prompt: TokenIds, output_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> SampleRecord:
-    """Fingerprint an engine's answer; call it before anything else uses the answer."""
+    """Fingerprint an engine's answer; call it before anything else uses the answer.
+
+    Args:
+        request_id: the request.
+        prompt: what the engine was given.
+        output_ids: int32 [N], what it sampled.
+        logprobs: float32 [N], of those.
+    """
     return SampleRecord(
         request_id=request_id,
-        prompt_tokens=int(prompt.shape[0]),
-        prompt_crc=zlib.crc32(np.ascontiguousarray(prompt, dtype="<i4").data),
+        prompt_tokens=len(prompt),
+        prompt_crc=prompt.crc,
         tokens=int(output_ids.shape[0]),
         digest=_digest(output_ids, logprobs),
     )

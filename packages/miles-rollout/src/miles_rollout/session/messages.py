@@ -51,7 +51,7 @@ class WireMessage(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(list[WireMessage])
 
 
-def parse_messages(raw: bytes, first_index: int = 0) -> tuple[Message, ...]:
+def parse_messages(raw: bytes | memoryview, first_index: int = 0) -> tuple[Message, ...]:
     """Decode a JSON array of messages.
 
     Args:

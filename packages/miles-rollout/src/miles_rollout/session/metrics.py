@@ -22,8 +22,12 @@ _HELP: Final = {
     "turn_seconds": "Time from request to answer.",
     "engine_seconds": "Part of it spent waiting for the engine.",
     "session": "Counters of closed sessions, by event.",
+    "ignored_fields_total": "Requests with a field that nothing is known about, by name.",
     "repairs_total": "Turns of closed sessions that stayed trainable thanks to a repair, by kind.",
 }
+
+
+_LABELLED: Final = ("errors_total", "ignored_fields_total", "repairs_total")
 
 
 class Metrics:
@@ -32,7 +36,7 @@ class Metrics:
     def __init__(self) -> None:
         self.closed = SessionCounters()
         self._counts: dict[str, float] = dict.fromkeys(
-            (n for n in _HELP if n.endswith("_total") and n not in ("errors_total", "repairs_total")), 0.0
+            (n for n in _HELP if n.endswith("_total") and n not in _LABELLED), 0.0
         )
         self._errors: dict[str, int] = {}
         self._histograms: dict[str, list[int]] = {
@@ -79,12 +83,16 @@ class Metrics:
         lines += [f'miles_session_errors_total{{code="{c}"}} {n}' for c, n in sorted(self._errors.items())]
         total = self.closed + open_counters
         for name, value in total.to_metrics().items():
-            if "/" in name or name in ("turns", "sampled_tokens"):
+            if "/" in name or name in ("turns", "sampled_tokens", "ignored_fields"):
                 continue
             lines.append(f"# TYPE miles_session_{name}_total counter")
             lines.append(f"miles_session_{name}_total {value:g}")
         head("repairs_total", "counter")
         lines += [f'miles_session_repairs_total{{kind="{k}"}} {n}' for k, n in sorted(total.repairs.items())]
+        head("ignored_fields_total", "counter")
+        for field, n in sorted(total.ignored_fields.items()):
+            label = field.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'miles_session_ignored_fields_total{{field="{label}"}} {n}')
         for name, buckets in self._histograms.items():
             head(name, "histogram")
             seen = 0

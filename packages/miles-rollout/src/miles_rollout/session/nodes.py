@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from miles_contracts import Message, VersionSpan
 from miles_rollout.session.matching import Repair
-from miles_rollout.token_ids import TokenIds, json_items
+from miles_rollout.token_ids import TokenIds, ids_crc, json_items
 
 Tools = tuple[dict[str, Any], ...]
 
@@ -63,7 +63,8 @@ class Node:
         demoted: assistant messages in `messages`, which the policy may have sampled once but did not here.
         opening: how many of the last `prompt_ids` open a forced call; the reply begins with them.
         retried: the client asked again for this turn after it was answered.
-        items: `prompt_ids` and the sampled ids as elements of a JSON array; empty until somebody continues the turn.
+        crc: CRC-32 of all ids up to the end of this node, None until somebody continues the turn.
+        items: `prompt_ids` and the sampled ids as elements of a JSON array; empty until then.
     """
 
     seq: int
@@ -83,6 +84,7 @@ class Node:
     demoted: int = 0
     retried: bool = False
     opening: int = 0
+    crc: int | None = None
     items: bytes = b""
 
     @property
@@ -118,12 +120,50 @@ def path_ids(path: Sequence[Node]) -> NDArray[np.int32]:
 
 
 def path_prompt(node: Node | None) -> TokenIds:
-    """The whole sequence up to and including a node, as what an engine is given; no ids without a node."""
-    path = [] if node is None else node.path()
+    """The whole sequence up to and including a node, as what an engine is given; no ids without a node.
+
+    What is derived from the ids of a node is kept with it: a turn computes that of its own ids only.
+    """
+    if node is None:
+        return TokenIds()
+    path = node.path()
+    pieces: list[NDArray[np.int32]] = []
     for each in path:
-        if not each.items:
-            each.items = json_items(path_ids([each]))
-    return TokenIds(path_ids(path), [each.items for each in path])
+        parts = (each.prompt_ids, each.sampled.output_ids)
+        if each.crc is None:
+            before = each.parent.crc if each.parent is not None else 0
+            assert before is not None  # a path begins at its root
+            each.crc = ids_crc(parts[1], ids_crc(parts[0], before))
+            each.items = json_items(np.concatenate(parts))
+        pieces += parts
+    return TokenIds(pieces, [each.items for each in path], node.crc or 0, node.end)
+
+
+class PathMessages(Sequence[Message]):
+    """Messages up to and including a node's reply, as they were rendered and sampled; the last one costs nothing.
+
+    Args:
+        node: where they end; None for no messages.
+    """
+
+    def __init__(self, node: Node | None) -> None:
+        self._node = node
+
+    def __len__(self) -> int:
+        return self._node.num_messages if self._node is not None else 0
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        node = self._node
+        if at == -1 and node is not None and node.reply is not None:
+            return node.reply
+        return path_messages(node.path() if node is not None else ())[at]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(path_messages(self._node.path() if self._node is not None else ()))
 
 
 def path_messages(path: Sequence[Node]) -> list[Message]:

@@ -1,23 +1,22 @@
-"""Requests of the OpenAI API: what is understood, what is refused and why.
-
-A field that changes what is sampled is honoured or refused, never ignored; fields without influence on the
-tokens (`user`, `metadata`, `store`, `parallel_tool_calls`, ...) are.
-"""
+"""Requests of the OpenAI API: the fields that are read, and what they mean. All others are the business of `fields`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
 from miles_contracts import InvalidFieldError, SamplingParams, SamplingTransform
 from miles_rollout.session.errors import BadRequestError, ContextLengthError
+from miles_rollout.session.fields import unread_fields
 from miles_rollout.session.matching import Repair
 from miles_rollout.session.messages import shorten
 from miles_rollout.session.nodes import Tools
 from miles_rollout.session.tree import Policy
 
 T = TypeVar("T")
+R = TypeVar("R", "ChatRequest", "CompletionRequest")
 NOTHING = msgspec.Raw(b"null")
 """A field that the client left out."""
 
@@ -36,7 +35,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -44,10 +42,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -55,12 +49,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     messages: msgspec.Raw
     tools: msgspec.Raw = NOTHING
+    parallel_tool_calls: bool | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    functions: msgspec.Raw = NOTHING
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -70,8 +62,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
-    echo: bool = False
-    suffix: str | None = None
 
 
 class OpenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,47 +94,45 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     Raises:
         BadRequestError: not JSON, or a field of the wrong type (named in the message).
     """
+    return _decode(lambda: decoder.decode(body))
+
+
+def _decode(decode: Callable[[], T]) -> T:
     try:
-        return decoder.decode(body)
+        return decode()
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidFieldError) as error:
         raise BadRequestError(f"request body: {error}") from error
 
 
-def refuse_unsupported(request: SamplingFields) -> None:
-    """Refuse what would change the samples but cannot be done.
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LONG = ("messages", "tools")
+"""Fields that are kept as text; a request is gone through once, whatever its length."""
+
+
+def read_request(body: bytes, kind: type[R]) -> tuple[R, tuple[str, ...]]:
+    """Read a turn's request.
+
+    Returns:
+        The request, and the names of fields that nothing is known about.
 
     Raises:
-        BadRequestError: naming the field and the remedy.
+        BadRequestError: not a JSON object, a field of the wrong type, or one that cannot be honoured.
     """
-    if request.n not in (None, 1):
-        raise BadRequestError(f"n: got {request.n}; one completion a request, send {request.n} requests", param="n")
-    for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
-        value = getattr(request, name)
-        if value is not None and value != neutral:
-            raise BadRequestError(
-                f"{name}: got {value}; penalties would change the distribution that log-probs are taken from, "
-                "leave it out",
-                param=name,
-            )
-    if request.logit_bias:
-        raise BadRequestError("logit_bias: not supported, leave it out", param="logit_bias")
-    if isinstance(request, ChatRequest):
-        _refuse_unsupported_chat(request)
-    elif isinstance(request, CompletionRequest) and (request.echo or request.suffix):
-        raise BadRequestError("echo and suffix: not supported, leave them out", param="echo")
-
-
-def _refuse_unsupported_chat(request: ChatRequest) -> None:
-    if request.response_format is not None and request.response_format.get("type", "text") != "text":
-        kind = request.response_format.get("type")
+    fields = decode_body(body, _FIELDS)
+    names = kind.__struct_fields__
+    unknown = unread_fields(fields, names)
+    short = {name: NOTHING if name in _LONG else fields[name] for name in names if name in fields}
+    request = _decode(lambda: msgspec.json.decode(msgspec.json.encode(short), type=kind))
+    for name in _LONG:
+        if name in short:
+            setattr(request, name, fields[name])
+    if isinstance(request, ChatRequest) and request.parallel_tool_calls is False and bytes(request.tools) != b"null":
         raise BadRequestError(
-            f"response_format: got type {kind!r}; sampling is not constrained, ask for the format in a message",
-            param="response_format",
+            "parallel_tool_calls: got False; nothing keeps the policy from calling several tools in one turn, leave it "
+            "out and run the calls one after another",
+            param="parallel_tool_calls",
         )
-    if bytes(request.functions) != b"null":
-        raise BadRequestError("functions: the retired form; send tools", param="functions")
-    if request.top_logprobs:
-        raise BadRequestError("top_logprobs: only the sampled token's log-prob is known", param="top_logprobs")
+    return request, unknown
 
 
 def parse_tools(raw: bytes) -> Tools:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-
-import msgspec
+from typing import TypeVar
 
 from miles_contracts import InvalidFieldError, Trajectory, TrajectoryIdentity
 from miles_rollout.renderers import Renderer
 from miles_rollout.session.audit import SessionCounters
 from miles_rollout.session.config import SessionConfig
 from miles_rollout.session.errors import BadRequestError, SessionLimitError, SessionNotFoundError
+from miles_rollout.session.fields import UnknownFields
 from miles_rollout.session.matching import load_matcher
 from miles_rollout.session.metrics import Metrics
+from miles_rollout.session.rawprefix import RawText
 from miles_rollout.session.requests import (
     ChatRequest,
     CompletionRequest,
     OpenRequest,
-    decode_body,
-    refuse_unsupported,
+    read_request,
 )
 from miles_rollout.session.responses import Answer
 from miles_rollout.session.session import RenderChoice, Session
@@ -28,8 +28,7 @@ from miles_rollout.session.tree import SessionTree
 from miles_rollout.session.turns import OnDelta, Turns
 from miles_rollout.session.upstream import Sampler
 
-_CHAT = msgspec.json.Decoder(ChatRequest)
-_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
 class SessionService:
@@ -57,6 +56,7 @@ class SessionService:
         self._matcher = load_matcher(self.config.matcher)
         self._clock = clock
         self._sessions: dict[str, Session] = {}
+        self._unknown = UnknownFields()
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -184,15 +184,20 @@ class SessionService:
             SessionError: whatever went wrong; the session is unchanged.
         """
         session = self.get(session_id)
-        request = decode_body(body, _CHAT)
-        refuse_unsupported(request)
-        return await self._turns.chat(session, request, on_delta if request.stream else None), request
+        request = self._read(session, body, ChatRequest)
+        raw = RawText.of(body, request.messages)
+        return await self._turns.chat(session, request, raw, on_delta if request.stream else None), request
 
     async def complete(
         self, session_id: str, body: bytes, on_delta: OnDelta | None = None
     ) -> tuple[Answer, CompletionRequest]:
         """Serve one text completion whose prompt is token ids; arguments and errors as of `chat`."""
         session = self.get(session_id)
-        request = decode_body(body, _COMPLETION)
-        refuse_unsupported(request)
+        request = self._read(session, body, CompletionRequest)
         return await self._turns.complete(session, request, on_delta if request.stream else None), request
+
+    def _read(self, session: Session, body: bytes, kind: type[R]) -> R:
+        request, unknown = read_request(body, kind)
+        if unknown:
+            session.count(SessionCounters(ignored_fields=self._unknown.note(unknown, session.id)))
+        return request

@@ -13,7 +13,7 @@ from miles_rollout.session.audit import SampleRecord, SessionCounters
 from miles_rollout.session.errors import BadRequestError, SessionBusyError
 from miles_rollout.session.messages import parse_messages
 from miles_rollout.session.nodes import Node, Tools, path_messages
-from miles_rollout.session.rawprefix import RawPrefixes
+from miles_rollout.session.rawprefix import RawPrefixes, RawText
 from miles_rollout.session.requests import parse_tools
 from miles_rollout.session.tree import Plan, Policy, SessionTree
 
@@ -75,7 +75,7 @@ class Session:
             self._tools[raw] = known
         return known
 
-    def plan(self, raw_messages: bytes, tools: Tools) -> tuple[Plan, int]:
+    def plan(self, raw_messages: RawText, tools: Tools) -> tuple[Plan, int]:
         """Match a chat request; only what no earlier request contained is decoded.
 
         Returns:
@@ -88,10 +88,10 @@ class Session:
             plan = self.tree.plan_after(node, rest, tools)
             if plan is not None:
                 return plan, count + len(rest)
-        messages = parse_messages(raw_messages)
+        messages = parse_messages(raw_messages.view)
         return self.tree.plan(messages, tools), len(messages)
 
-    def remember(self, raw_messages: bytes, node: Node, num_messages: int) -> None:
+    def remember(self, raw_messages: RawText, node: Node, num_messages: int) -> None:
         """Note the text of a request that was answered."""
         self._prefixes.remember(raw_messages, node, num_messages)
 

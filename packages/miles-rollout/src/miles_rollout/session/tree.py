@@ -32,7 +32,7 @@ from miles_rollout.session.errors import (
     TruncatedTurnError,
 )
 from miles_rollout.session.matching import ALL_REPAIRS, Repair, strict
-from miles_rollout.session.nodes import Generation, Node, Tools, path_ids, path_messages
+from miles_rollout.session.nodes import Generation, Node, PathMessages, Tools, path_ids
 from miles_rollout.session.replay import START, Replay, Trail, diverged, with_stored_id
 
 
@@ -66,9 +66,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     id_map: dict[str, str]
     begun: int
 
-    def history_messages(self) -> list[Message]:
+    def history_messages(self) -> PathMessages:
         """Messages of the stored prefix."""
-        return path_messages(self.parent.path()) if self.parent is not None else []
+        return PathMessages(self.parent)
 
 
 class SessionTree:

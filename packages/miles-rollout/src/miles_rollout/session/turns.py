@@ -32,6 +32,7 @@ from miles_rollout.session.messages import assistant_message
 from miles_rollout.session.metrics import Metrics
 from miles_rollout.session.nodes import Generation, Node, path_prompt
 from miles_rollout.session.prompting import cut_at_stop, other_calls, prompt_of, render_choice, render_prompt, turn_seed
+from miles_rollout.session.rawprefix import RawText
 from miles_rollout.session.requests import (
     ChatRequest,
     CompletionRequest,
@@ -72,14 +73,14 @@ class Turns:
         self._clock = clock
         self._stops = tuple(renderer.stop_token_ids)
 
-    async def chat(self, session: Session, request: ChatRequest, on_delta: OnDelta | None) -> Answer:
-        """Serve one chat completion.
+    async def chat(self, session: Session, request: ChatRequest, raw: RawText, on_delta: OnDelta | None) -> Answer:
+        """Serve one chat completion; `raw` is the text of the request's messages.
 
         Raises:
             SessionError: whatever went wrong; the session is unchanged.
         """
         async with self._turn(session):
-            return await self._chat(session, request, on_delta)
+            return await self._chat(session, request, raw, on_delta)
 
     async def complete(self, session: Session, request: CompletionRequest, on_delta: OnDelta | None) -> Answer:
         """Serve one text completion whose prompt is token ids.
@@ -105,12 +106,11 @@ class Turns:
         except InvalidFieldError as error:
             raise BadRequestError(str(error), param=error.field) from error
 
-    async def _chat(self, session: Session, request: ChatRequest, on_delta: OnDelta | None) -> Answer:
+    async def _chat(self, session: Session, request: ChatRequest, raw: RawText, on_delta: OnDelta | None) -> Answer:
         render = session.choose_render(render_choice(request))
         renderer = self.renderer_for(render)
         tools = session.tools(bytes(request.tools))
         forced = forced_choice(request.tool_choice, tools)
-        raw = bytes(request.messages)
         plan, num_messages = session.plan(raw, tools)
         params, overridden = self._sampling(session, request)
         stored = path_prompt(plan.parent)
@@ -266,7 +266,7 @@ class Turns:
         except UpstreamError:
             session.count(SessionCounters(discarded_turns=1, discarded_tokens=_length(result.output_ids)))
             raise
-        session.records[name] = audit.record(name, prompt.array, sampled.output_ids, sampled.logprobs)
+        session.records[name] = audit.record(name, prompt, sampled.output_ids, sampled.logprobs)
         return sampled, params
 
     def _sampling(self, session: Session, request: SamplingFields) -> tuple[SamplingParams, bool]:
