@@ -5,7 +5,8 @@
 One engine process; every episode samples from it and then waits for an environment whose delay is Pareto (20 x tail).
 The trainer is a stand-in that is busy for a fixed time, so that the figures show scheduling and nothing else; after
 each step the engine is paused, really loads weights and goes on. The same episodes at pipeline depth 0, 1, 4 and fully
-asynchronous; before them rollout alone and training alone, which bound what any schedule can reach.
+asynchronous, the last two also strictly in the order of prompts; before them rollout alone and training alone, which
+bound what any schedule can reach.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from async_workload import EngineProcess, NumberedTasks, delayed_generate, save_
 from miles_contracts import PauseMode
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.engine_client import EngineClient
+from miles_rollout.order import TrainingOrder
 from miles_rollout.router import Router
 from miles_rollout.scheduler import Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig
@@ -31,6 +33,15 @@ from miles_rollout.worker import RolloutWorker, WorkerConfig
 BATCH, GROUP, WARM = 8, 4, 3
 DEEP = 24
 """Pipeline depth of the fully asynchronous runs: what is in flight, and not the depth, bounds them."""
+RUNS = {
+    "depth 0": (0, TrainingOrder.ARRIVAL),
+    "depth 1": (1, TrainingOrder.ARRIVAL),
+    "depth 4": (4, TrainingOrder.ARRIVAL),
+    "depth 4, by prompt": (4, TrainingOrder.PROMPT),
+    "fully asynchronous": (DEEP, TrainingOrder.ARRIVAL),
+    "the same, by prompt": (DEEP, TrainingOrder.PROMPT),
+}
+"""Depth and order of training of what is compared."""
 
 
 @dataclass
@@ -59,27 +70,28 @@ class Result:
     trajectories_per_s: float
 
 
-class IdleMeter:
-    """Share of the time in which no turn is outstanding on the engine."""
+class BusyMeter:
+    """Share of the time in which the engine computes nothing, by its own account."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._idle = self._seen = 0
-        self._task = asyncio.create_task(self._watch())
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._began = self._busy_s = 0.0
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(0.004)
-            self._seen += 1
-            self._idle += self._router.metrics()["router/outstanding_tokens"] == 0
+    async def _now(self) -> tuple[float, float]:
+        busy_s = (await self._client.server_info())["busy_s"]
+        return time.perf_counter(), busy_s
 
-    def stop(self) -> float:
-        """The share; ends the meter."""
-        self._task.cancel()
-        return self._idle / max(self._seen, 1)
+    async def start(self) -> None:
+        """From now on."""
+        self._began, self._busy_s = await self._now()
+
+    async def idle(self) -> float:
+        """The share until now."""
+        now, busy_s = await self._now()
+        return 1.0 - (busy_s - self._busy_s) / (now - self._began)
 
 
-def make_worker(router: Router, settings: Settings, depth: int) -> RolloutWorker:
+def make_worker(router: Router, settings: Settings, depth: int, order: TrainingOrder) -> RolloutWorker:
     """The real worker over the delayed episodes."""
     return RolloutWorker(
         source=NumberedTasks(),
@@ -90,7 +102,7 @@ def make_worker(router: Router, settings: Settings, depth: int) -> RolloutWorker
             tail=settings.tail,
             max_new_tokens=settings.new_tokens,
         ),
-        buffer=GroupBuffer(max_groups=2 * BATCH),
+        buffer=GroupBuffer(max_groups=2 * BATCH, order=order),
         scheduler=Scheduler(batch_groups=BATCH, group_size=GROUP, depth=depth, max_trajectories=settings.in_flight),
         config=WorkerConfig(tokens_per_trajectory=settings.new_tokens + 32),
     )
@@ -106,21 +118,28 @@ async def update(client: EngineClient, folder: Path, version: int) -> None:
 
 
 async def run(
-    name: str, client: EngineClient, folder: Path, settings: Settings, *, depth: int, train: bool = True
+    name: str,
+    client: EngineClient,
+    folder: Path,
+    settings: Settings,
+    *,
+    depth: int,
+    train: bool = True,
+    order: TrainingOrder = TrainingOrder.ARRIVAL,
 ) -> Result:
     """`steps` steps of the driver's loop; without training the batches are thrown away as fast as they come."""
     await client.load_from_disk(folder, 0)
     await client.flush_cache()
     router = Router([client])
-    worker = make_worker(router, settings, depth)
+    worker = make_worker(router, settings, depth, order)
     await worker.start(0)
     waits: list[float] = []
     steps: list[float] = []
     staleness: list[tuple[float, float]] = []
-    meter: IdleMeter | None = None
+    meter = BusyMeter(client)
     for step in range(settings.steps):
         if step == WARM:
-            meter = IdleMeter(router)
+            await meter.start()
         began = time.perf_counter()
         batch = await worker.collect(BATCH, train_version=step)
         waits.append(time.perf_counter() - began)
@@ -132,8 +151,7 @@ async def run(
             await update(client, folder, step + 1)
         worker.set_engine_version(step + 1)
         steps.append(time.perf_counter() - began)
-    assert meter is not None
-    idle = meter.stop()
+    idle = await meter.idle()
     await worker.close()
     wall = sum(steps[WARM:])
     return Result(
@@ -161,8 +179,9 @@ async def pipeline(client: EngineClient, folder: Path, settings: Settings) -> di
     """The whole comparison."""
     alone = await run("rollout alone", client, folder, settings, depth=DEEP, train=False)
     training = await training_alone(client, folder, settings)
-    depths = {"depth 0": 0, "depth 1": 1, "depth 4": 4, "fully asynchronous": DEEP}
-    results = [await run(name, client, folder, settings, depth=depth) for name, depth in depths.items()]
+    results = [
+        await run(name, client, folder, settings, depth=depth, order=order) for name, (depth, order) in RUNS.items()
+    ]
     bound = max(alone.step_s, training)
     print(f"rollout alone {alone.step_s:.3f} s a step, training alone {training:.3f} s; the bound is {bound:.3f} s")
     print(f"{'':20}{'s/step':>9}{'of bound':>10}{'trainer idle':>14}{'engine idle':>13}{'staleness avg':>15}{'max':>5}")

@@ -194,6 +194,6 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
 def test_the_simulation_makes_the_steps_of_the_real_worker(pipeline: Pipeline, work: RandomWorkload) -> None:
     trainer = TrainerRates(fixed_s=0.3, prepare_s=0.02, overhead_s=0.01)
     real = run_in_simulated_time(real_steps(pipeline, work, trainer))
-    made = simulate(pipeline, work, EngineRates(base_s=STEP_S), trainer)
+    made = simulate(pipeline, work, EngineRates(base_s=STEP_S, rounds=False), trainer)
     assert [r.step_s for r in made.records] == pytest.approx([seconds for seconds, _ in real], abs=1e-6)
     assert [r.avg_staleness for r in made.records] == pytest.approx([staleness for _, staleness in real])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from miles_contracts import InvalidFieldError
 from miles_loop.plan.engine import EngineRates, Request, SimEngine
 from miles_loop.plan.workload import Lengths, Pareto
+from miles_rollout.engine.scheduler import Limits, Scheduler
+from miles_rollout.engine.sequence import Sampling, Sequence
 
 
 def drain(engine: SimEngine) -> dict[object, float]:
@@ -67,6 +70,72 @@ def test_a_prompt_holds_everybody_up() -> None:
     engine.add(request("second", prefill=2000, context=2000, sampled=100))
     left = drain(engine)
     assert left == {"first": pytest.approx(3.0), "second": pytest.approx(3.5)}
+
+
+def test_who_arrives_in_the_middle_of_a_round_starts_with_the_next() -> None:
+    for rounds, expected in ((True, 3.0), (False, 2.5)):
+        engine = SimEngine(EngineRates(base_s=1.0, rounds=rounds))
+        engine.add(request("first", sampled=3))
+        engine.advance(0.5)
+        engine.add(request("second", sampled=2))
+        assert drain(engine) == {"first": pytest.approx(3.0), "second": pytest.approx(expected)}
+    engine = SimEngine(EngineRates(base_s=1.0, tokens_per_step=2.0))
+    engine.add(request("three tokens in two rounds", sampled=3))
+    engine.advance(0.25)
+    engine.add(request("one more", sampled=4))
+    assert drain(engine) == {"three tokens in two rounds": pytest.approx(2.0), "one more": pytest.approx(3.0)}
+    assert engine.context_tokens == pytest.approx(0.0)
+
+
+def real_rounds(arrivals: list[tuple[float, int]], rates: EngineRates) -> list[float]:
+    """When each (arrival, tokens) is answered by the embedded engine's own scheduler; rounds take what `rates` say."""
+    scheduler = Scheduler(Limits(kv_tokens=10**5, context_length=10**4, max_running=rates.max_running))
+    left = [0.0] * len(arrivals)
+    running: dict[int, Sequence] = {}
+    now, coming = 0.0, sorted(enumerate(arrivals), key=lambda a: a[1][0])
+    while coming or running:
+        if not running:
+            now = max(now, coming[0][1][0])
+        while coming and coming[0][1][0] <= now:
+            number, (_, wanted) = coming.pop(0)
+            tokens = np.zeros(1 + wanted, np.int32)
+            tokens[0] = number  # nobody shares anything
+            running[number] = Sequence(
+                id=str(number), tokens=tokens, prompt_length=1, sampling=Sampling(max_new_tokens=wanted, seed=0)
+            )
+            scheduler.add(running[number])
+        chunks = scheduler.next_step()
+        scheduler.computed(chunks)
+        now += rates.step_s(len(chunks), 0.0)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.append(0, 0.0, "0")
+            if sequence.finish is not None:
+                scheduler.finish(sequence)
+                left[int(sequence.id)] = now
+                del running[int(sequence.id)]
+    return left
+
+
+@given(
+    # Never exactly at the end of a round, where a rounding error decides which one is next.
+    st.lists(
+        st.tuples(st.integers(0, 700).map(lambda n: n * math.pi / 4300), st.integers(1, 40)), min_size=1, max_size=25
+    ),
+    st.integers(1, 8),
+)
+@settings(deadline=None)
+def test_rounds_are_those_of_the_embedded_engine(arrivals: list[tuple[float, int]], most: int) -> None:
+    rates = EngineRates(base_s=0.003, per_sequence_s=0.0011, max_running=most)
+    engine, made = SimEngine(rates), {}
+    for number, (arrives, tokens) in sorted(enumerate(arrivals), key=lambda a: a[1][0]):
+        while (time := engine.next_event()) <= arrives:
+            engine.advance(time)
+            made.update({r.owner: time for r in engine.finished()})
+        engine.advance(arrives)
+        engine.add(Request(number, 0, 0, tokens))
+    made.update(drain(engine))
+    assert [made[number] for number in range(len(arrivals))] == pytest.approx(real_rounds(arrivals, rates), abs=1e-6)
 
 
 def test_growing_contexts_slow_the_engine_down() -> None:

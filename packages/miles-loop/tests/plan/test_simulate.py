@@ -111,6 +111,23 @@ def test_synchronous_is_the_sum_of_its_parts() -> None:
     assert made.engine_idle == pytest.approx(1 - 16 * (0.002 + 8 * 0.0005) / made.step_s)
 
 
+def test_turns_wait_for_each_other_in_the_process_that_makes_trajectories() -> None:
+    pipeline = Pipeline(batch_groups=1, group_size=4, depth=0, steps=3, warmup=1, handling_s=0.2)
+    rates = EngineRates(base_s=1e-6, latency_s=0.1)
+    made = simulate(pipeline, workload(delay=CONSTANT, sampled=1), rates, TrainerRates(fixed_s=0.3))
+    # Sent at 0.1 to 0.4, answered 0.1 s later, and dealt with one after the other as soon as all are sent: 0.5 to 0.8.
+    assert made.step_s == pytest.approx(0.8 + 0.5 + 0.3, abs=1e-4)
+    assert made.engine_idle == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_engine_whose_weights_change_computes_nothing() -> None:
+    # Four sequences of 1 s, two a batch: 0.5 s of computing between weight updates of 0.5 s each.
+    pipeline = Pipeline(batch_groups=2, group_size=1, depth=20, max_in_flight=4, steps=30, warmup=10)
+    work = workload(delay=Pareto(0.0, tail=1.0), sampled=100)
+    made = simulate(pipeline, work, EngineRates(base_s=0.01), TrainerRates(fixed_s=0.0, pause_s=0.5))
+    assert made.engine_idle == pytest.approx(0.5, abs=0.01)
+
+
 @pytest.mark.parametrize("train_s", [0.05, 0.2, 0.8])
 def test_asynchronous_is_the_slower_of_its_parts(train_s: float) -> None:
     # 16 in flight, each for 0.532 s: a batch of 8 every 0.266 s, whatever the trainer does meanwhile.

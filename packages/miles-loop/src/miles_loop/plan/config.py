@@ -66,6 +66,8 @@ class PipelineSection(Section):
     """Sequences that run while weights change: computed again (`retract`) or continued (`in_place`)."""
     prefix_cache: bool = True
     """Later turns of a trajectory find what their engine has computed under the same weights."""
+    handling_s: Amount = 0.0
+    """Seconds of the process that makes trajectories for each turn; turns wait for each other there."""
     steps: Positive = 60
     """Optimiser steps to simulate."""
     warmup: NonNegative | None = None
@@ -198,6 +200,8 @@ class EngineSection(Section):
     """Sequences that run at the same time."""
     kv_tokens: Positive | None = None
     """Tokens of context that fit."""
+    latency_s: Amount | None = None
+    """Seconds that a turn takes besides the engine's own time (network, server)."""
 
 
 class TrainerSection(Section):
@@ -282,6 +286,7 @@ class PlanConfig(Section):
             steps=p.steps,
             warmup=min(p.steps // 5, 10) if p.warmup is None else p.warmup,
             prefix_cache=p.prefix_cache,
+            handling_s=p.handling_s,
         )
 
     def placement(self) -> Placement | None:

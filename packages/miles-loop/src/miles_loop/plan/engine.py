@@ -4,6 +4,9 @@ All running sequences gain tokens at the same rate, which depends on how many th
 number, the tokens that a sequence running since the start would have gained, says how far everybody is: a sequence
 that enters at v and wants n tokens leaves when that number is v + n, whoever comes and goes meanwhile. Prompts are
 computed before anything else, as engines do: while one is, no sequence gains a token.
+
+Engines work in rounds, one decoding step after the other: whoever arrives in the middle of a round starts with the
+next one. Rounds need no events of their own, they end where that number is a multiple of what a round gains.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _TIMES = (
     "overhead_s",
     "expert_s",
     "prefill_s_per_token",
+    "latency_s",
 )
 _TOLERANCE = 1e-6
 """Tokens that count as none: late in a long run the clock itself is no finer."""
@@ -45,7 +49,7 @@ class EngineRates:
         per_sequence_s: seconds that one more sequence costs (arithmetic).
         read_per_sequence_s: seconds for reading what attention looks at whatever the context's length.
         per_context_token_s: seconds that one more token of context costs (reading keys and values).
-        curve: measured (sequences, seconds) in increasing order; straight between them, and on beyond them.
+        curve: measured (mean sequences, seconds) in increasing order; straight between them, and on beyond them.
         overhead_s: seconds of launching and communication.
         expert_s: seconds for reading all routed experts.
         expert_share: experts per token over experts.
@@ -54,6 +58,8 @@ class EngineRates:
         prefill_s_per_token: seconds for one token of prompt.
         max_running: sequences that run at the same time; more wait in the engine.
         kv_tokens: tokens of context that fit, None for no bound. A sequence larger than it runs alone.
+        latency_s: seconds that a turn takes besides the engine's own time, half of them before it (network, server).
+        rounds: who arrives in the middle of a round starts with the next one; without, at once.
     """
 
     base_s: float = 0.0
@@ -64,11 +70,13 @@ class EngineRates:
     expert_s: float = 0.0
     expert_share: float = 1.0
     roofline: bool = False
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: tuple[tuple[float, float], ...] = ()
     tokens_per_step: float = 1.0
     prefill_s_per_token: float = 0.0
     max_running: int = 256
     kv_tokens: int | None = None
+    latency_s: float = 0.0
+    rounds: bool = True
 
     def __post_init__(self) -> None:
         for name in _TIMES:
@@ -153,7 +161,7 @@ class SimEngine:
         self.version = 0
         self.paused = False
         self.busy_s = 0.0
-        """Seconds with a request on it."""
+        """Seconds in which it computes: it has a request, and no weights change."""
         self.tokens = 0
         """Tokens sampled for finished requests."""
 
@@ -171,10 +179,10 @@ class SimEngine:
         """Let time pass until `now`, which is no later than `next_event`."""
         passed = now - self._now
         self._now = now
-        if self.outstanding:
-            self.busy_s += passed
         if self.paused or passed <= 0.0:
             return
+        if self._running:
+            self.busy_s += passed
         computing = min(passed, self._prefill_s)
         self._prefill_s -= computing
         if self._running:
@@ -190,15 +198,15 @@ class SimEngine:
         done: list[Request] = []
         if self.paused:
             return done
-        reached = self._gained + _TOLERANCE * max(1.0, self._gained)
+        reached = self._gained + self._slack
         while self._running and self._running[0][0] <= reached:
             target, _, request = heapq.heappop(self._running)
-            self._context -= request.context - (target - request.sampled)
+            self._context -= request.context - (target - self._whole_rounds(request.sampled))
             self._reserved -= request.context + request.sampled
             self.tokens += request.sampled
             request.last_version = self.version
             done.append(request)
-        if done:
+        if done or self._fits_next():
             self._admit()
         elif self._refresh_at <= reached:
             self._rate()
@@ -221,23 +229,45 @@ class SimEngine:
         if self.paused or not self._running:
             return math.inf
         target = min(self._running[0][0], self._refresh_at)
+        if self._fits_next():
+            size = self._rates.tokens_per_step
+            target = min(target, math.ceil((self._gained - self._slack) / size) * size)
         return self._now + self._prefill_s + max(0.0, target - self._gained) / self._per_s
+
+    @property
+    def _slack(self) -> float:
+        return _TOLERANCE * max(1.0, self._gained)
+
+    def _between_rounds(self) -> bool:
+        size = self._rates.tokens_per_step
+        past = self._gained % size
+        return not self._running or not self._rates.rounds or min(past, size - past) <= self._slack
+
+    def _fits_next(self) -> bool:
+        """Whether somebody waits for whom there is room."""
+        rates = self._rates
+        if not self._waiting or len(self._running) >= rates.max_running:
+            return False
+        size = self._waiting[0].context + self._waiting[0].sampled
+        return rates.kv_tokens is None or not self._running or self._reserved + size <= rates.kv_tokens
 
     def _admit(self) -> None:
         rates = self._rates
-        while not self.paused and self._waiting and len(self._running) < rates.max_running:
-            request = self._waiting[0]
-            size = request.context + request.sampled
-            if rates.kv_tokens is not None and self._running and self._reserved + size > rates.kv_tokens:
-                break
-            self._waiting.popleft()
+        between = self._between_rounds()
+        while not self.paused and between and self._fits_next():
+            request = self._waiting.popleft()
             self._prefill_s += request.prefill * rates.prefill_s_per_token
             request.first_version = self.version
             self._order += 1
-            heapq.heappush(self._running, (self._gained + request.sampled, self._order, request))
+            heapq.heappush(self._running, (self._gained + self._whole_rounds(request.sampled), self._order, request))
             self._context += request.context - self._gained
-            self._reserved += size
+            self._reserved += request.context + request.sampled
         self._rate()
+
+    def _whole_rounds(self, tokens: int) -> float:
+        """What everybody gains until one has so many tokens: whole rounds, where there are rounds."""
+        size = self._rates.tokens_per_step
+        return math.ceil(tokens / size - _TOLERANCE) * size if self._rates.rounds else tokens
 
     def _rate(self) -> None:
         rates = self._rates

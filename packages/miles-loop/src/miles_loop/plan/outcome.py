@@ -38,7 +38,7 @@ class Outcome:
     Attributes:
         records: the steps that count.
         wall_s: their seconds.
-        engine_idle: share of the time in which an engine has no request.
+        engine_idle: share of the time in which an engine computes nothing: it has no request, or its weights change.
         prefix_hit_rate: cached prompt tokens over prompt tokens, warm-up included.
         trajectories_per_batch: of one step.
         groups: groups of the whole run by what became of them: `started` is the sum of all others.

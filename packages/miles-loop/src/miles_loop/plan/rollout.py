@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from miles_rollout.ledger import Issue, Ledger
 from miles_rollout.router.table import RouterTable
 from miles_rollout.scheduler import Scheduler
 
+Action = Callable[[float], None]
+"""What happens at a time, which it is called with."""
 _IDS = (np.zeros(1, np.int32), np.zeros(2, np.int32))
 _MASKS = (np.ones(1, np.bool_), np.ones(2, np.bool_))
 _LOGPROBS = (np.zeros(1, np.float32), np.zeros(2, np.float32))
@@ -62,15 +65,17 @@ class SimRollout:
         pipeline: shape of the run.
         workload: what trajectories ask for.
         rates: of every engine.
-        delay: called with (seconds, member) when the environment of a member is busy for that long.
+        later: called with (time, action): has the action called with the time when it is that late.
     """
 
     def __init__(
-        self, pipeline: Pipeline, workload: Workload, rates: EngineRates, delay: Callable[[float, Member], None]
+        self, pipeline: Pipeline, workload: Workload, rates: EngineRates, later: Callable[[float, Action], None]
     ) -> None:
         self._pipeline = pipeline
         self._workload = workload
-        self._delay = delay
+        self._later = later
+        self._latency_s = rates.latency_s
+        self._handled_until = 0.0
         self._prompts = 0
         self._parked: list[tuple[_Flight, Group, float]] = []
         self._refused: set[tuple[int, int]] = set()
@@ -146,10 +151,26 @@ class SimRollout:
 
     def _next_turn(self, member: Member, now: float) -> None:
         turn = member.episode.turns[member.turn]
-        context = member.context + turn.new_prompt
-        name = self.router.place(member.key, context + turn.sampled)
+        name = self.router.place(member.key, member.context + turn.new_prompt + turn.sampled)
         assert name is not None  # no simulated engine is ever out of service
-        number = int(name)
+        self._at(self._handled(now) + self._latency_s / 2, now, partial(self._arrive, member, int(name)))
+
+    def _handled(self, now: float) -> float:
+        """When the process that makes trajectories is done with half of a turn that it is given now."""
+        self._handled_until = max(self._handled_until, now) + self._pipeline.handling_s / 2
+        return self._handled_until
+
+    def _at(self, time: float, now: float, action: Action) -> None:
+        """At once when it is time, later when it is not."""
+        if time > now:
+            self._later(time, action)
+        else:
+            action(now)
+
+    def _arrive(self, member: Member, number: int, now: float) -> None:
+        """A turn has reached its engine."""
+        turn = member.episode.turns[member.turn]
+        context = member.context + turn.new_prompt
         engine = self.engines[number]
         engine.advance(now)
         warm = self._pipeline.prefix_cache and (number, engine.version) == (member.engine, member.cached_version)
@@ -160,18 +181,22 @@ class SimRollout:
         engine.add(Request(member, prefill, context, turn.sampled))
         self.touched.add(number)
 
-    def sampled(self, request: Request) -> None:
-        """An engine has finished a turn; its environment is busy next."""
+    def sampled(self, request: Request, now: float) -> None:
+        """An engine has finished a turn; its answer is on its way."""
         member = request.owner
         assert isinstance(member, Member)
-        turn = member.episode.turns[member.turn]
-        self.router.done(str(member.engine), member.context + turn.sampled)
-        member.context += turn.sampled
+        member.context += request.sampled
         member.oldest = request.first_version if member.turn == 0 else min(member.oldest, request.first_version)
         member.newest = request.last_version
         member.cached_version = request.first_version
+        self._at(now + self._latency_s / 2, now, partial(self._answered, member))
+
+    def _answered(self, member: Member, now: float) -> None:
+        """The answer is there; when it has been dealt with, the environment is busy."""
+        turn = member.episode.turns[member.turn]
+        self.router.done(str(member.engine), member.context)
         member.turn += 1
-        self._delay(turn.delay_s, member)
+        self._later(self._handled(now) + turn.delay_s, partial(self.delay_over, member))
 
     def delay_over(self, member: Member, now: float) -> None:
         """The environment of a member has answered: the next turn, or the end."""

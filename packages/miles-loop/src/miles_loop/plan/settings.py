@@ -64,6 +64,8 @@ class Pipeline:
         steps: optimiser steps to simulate.
         warmup: steps at the start that no figure counts.
         prefix_cache: an answer extends what its engine has cached under the same weights.
+        handling_s: seconds of the one process that makes trajectories for each turn, half of them before the engine
+            has it; turns wait for each other there.
     """
 
     batch_groups: int
@@ -82,11 +84,14 @@ class Pipeline:
     steps: int = 60
     warmup: int = 10
     prefix_cache: bool = True
+    handling_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("engines", 1), ("steps", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise InvalidFieldError(f"pipeline.{name}", getattr(self, name), f"use a value >= {least}")
+        if not 0.0 <= self.handling_s < math.inf:
+            raise InvalidFieldError("pipeline.handling_s", self.handling_s, "use a finite value >= 0")
         if self.warmup >= self.steps:
             raise InvalidFieldError("pipeline.warmup", self.warmup, f"leave it below pipeline.steps ({self.steps})")
         if self.buffer_groups is not None and self.buffer_groups < self.batch_groups:

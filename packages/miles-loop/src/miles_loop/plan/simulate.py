@@ -15,7 +15,7 @@ from typing import Any
 from miles_contracts import Group, MilesError
 from miles_loop.plan.engine import EngineRates
 from miles_loop.plan.outcome import Outcome, StepRecord
-from miles_loop.plan.rollout import Member, SimRollout
+from miles_loop.plan.rollout import Action, SimRollout
 from miles_loop.plan.settings import Pipeline, TrainerRates
 from miles_loop.plan.workload import Workload
 
@@ -31,7 +31,7 @@ class _Kind(IntEnum):
     """What an event is; at equal times the lower comes first."""
 
     ENGINE = 0
-    DELAY = 1
+    ACTION = 1
     TRAINED = 2
     PAUSE = 3
     RESUME = 4
@@ -71,7 +71,7 @@ class Simulation:
         self._events: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._rollout = SimRollout(pipeline, workload, engine, self._delayed)
+        self._rollout = SimRollout(pipeline, workload, engine, self._later)
         self._epochs = [0] * pipeline.engines
         self._step = _Step(1, 0.0)
         self._records: list[StepRecord] = []
@@ -91,7 +91,7 @@ class Simulation:
         self._begin_step()
         handlers: dict[_Kind, Callable[[Any], None]] = {
             _Kind.ENGINE: self._engine,
-            _Kind.DELAY: self._delay_over,
+            _Kind.ACTION: self._act,
             _Kind.TRAINED: self._trained,
             _Kind.PAUSE: self._pause,
             _Kind.RESUME: self._resume,
@@ -120,8 +120,8 @@ class Simulation:
     def _at(self, time: float, kind: _Kind, payload: Any = None) -> None:
         heapq.heappush(self._events, (time, int(kind), next(self._order), payload))
 
-    def _delayed(self, seconds: float, member: Member) -> None:
-        self._at(self._now + seconds, _Kind.DELAY, member)
+    def _later(self, time: float, action: Action) -> None:
+        self._at(time, _Kind.ACTION, action)
 
     def _follow_engines(self) -> None:
         """Plan the next event of every engine that was touched; what was planned before is void."""
@@ -140,11 +140,11 @@ class Simulation:
         engine = self._rollout.engines[number]
         engine.advance(self._now)
         for request in engine.finished():
-            self._rollout.sampled(request)
+            self._rollout.sampled(request, self._now)
         self._rollout.touched.add(number)
 
-    def _delay_over(self, member: Member) -> None:
-        self._rollout.delay_over(member, self._now)
+    def _act(self, action: Action) -> None:
+        action(self._now)
 
     # -- the trainer --------------------------------------------------------------------------------------
 

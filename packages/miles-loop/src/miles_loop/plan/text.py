@@ -18,7 +18,7 @@ ROWS = (
     ("median_step_s", "seconds a step (median)", "{:.3g}"),
     ("of_bound", "of what either half could do alone", "{:.0%}"),
     ("trainer_idle", "trainer waits", "{:.1%}"),
-    ("engine_idle", "engines without a request", "{:.1%}"),
+    ("engine_idle", "engines compute nothing", "{:.1%}"),
     ("avg_staleness", "staleness, mean", "{:.2f}"),
     ("max_staleness", "staleness, largest", "{:.0f}"),
     ("queue_size", "groups left waiting, mean", "{:.1f}"),
