@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from miles_qwen3.model import MOE, TINY, Shape, build_moe, build_tiny, tensor_shapes
+from miles_qwen3.model import (
+    COPYING_NOISE,
+    MOE,
+    TINY,
+    Shape,
+    build_moe,
+    build_tiny,
+    build_tiny_tools,
+    copying_attention,
+    tensor_shapes,
+)
 
 
-@pytest.mark.parametrize(("build", "kind"), [(build_tiny, "Qwen3ForCausalLM"), (build_moe, "Qwen3MoeForCausalLM")])
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        (build_tiny, "Qwen3ForCausalLM"),
+        (build_tiny_tools, "Qwen3ForCausalLM"),
+        (build_moe, "Qwen3MoeForCausalLM"),
+    ],
+)
 def test_transformers_loads_every_tensor(tmp_path: Path, build: Callable[[Path, int], None], kind: str) -> None:
     build(tmp_path, 3)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -40,7 +58,7 @@ def test_an_untrained_policy_is_close_to_uniform(tmp_path: Path) -> None:
     assert entropy > 0.9 * torch.log(torch.tensor(float(len(tokenizer))))
 
 
-@pytest.mark.parametrize("build", [build_tiny, build_moe])
+@pytest.mark.parametrize("build", [build_tiny, build_tiny_tools, build_moe])
 def test_same_seed_same_bytes_other_seed_other_weights(tmp_path: Path, build: Callable[[Path, int], None]) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (1, 1, 2), strict=True):
@@ -61,3 +79,38 @@ def test_size(shape: Shape, low: int, high: int) -> None:
             count *= size
         total += count
     assert low < total < high
+
+
+def test_with_copying_attention_what_stands_in_the_context_is_likelier(tmp_path: Path) -> None:
+    """For every note: the model of the tool game gives it more than chance and more than a place not named."""
+    notes = "0123"
+    chances = {}
+    for build in (build_tiny, build_tiny_tools):
+        folder = tmp_path / build.__name__
+        folder.mkdir()
+        build(folder, 0)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        prompts = [f"<|im_start|>user\n{note}<|im_end|>\n<|im_start|>assistant\n" for note in notes]
+        logits = model(**tokenizer(prompts, return_tensors="pt")).logits[:, -1].detach()
+        picked = tokenizer.convert_tokens_to_ids(list(notes))
+        chances[build] = torch.softmax(logits, -1)[:, picked]
+    named = chances[build_tiny_tools].diagonal()
+    absent = (chances[build_tiny_tools].sum(0) - named) / (len(notes) - 1)
+    assert (named > 1.5 * absent).all()
+    plain = chances[build_tiny].diagonal() / ((chances[build_tiny].sum(0) - chances[build_tiny].diagonal()) / 3)
+    assert (named / absent).mean() > plain.mean()
+
+
+def test_copying_attention_is_a_projection_with_a_little_noise() -> None:
+    tensors = copying_attention(np.random.default_rng(0), TINY)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: sizes for name, sizes in tensor_shapes(TINY, 290) if "v_proj" in name or "o_proj" in name
+    }
+    group = TINY.heads // TINY.kv_heads
+    for layer in range(TINY.layers):
+        value = tensors[f"model.layers.{layer}.self_attn.v_proj.weight"]
+        output = tensors[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        per_head = value.reshape(TINY.kv_heads, TINY.head_dim, TINY.hidden).repeat(group, axis=0)
+        handed_on = output @ per_head.reshape(-1, TINY.hidden)
+        assert np.abs(value @ value.T - np.eye(len(value))).max() < 1e-5
+        assert np.abs(handed_on - value.T @ value).max() < 10 * COPYING_NOISE

@@ -19,10 +19,12 @@ class Reply:
     Attributes:
         message: the assistant's message, to be sent back as it is.
         complete: false when the turn met its length limit; such a turn cannot be continued.
+        written: the text of all sampled tokens, control tokens included; "" unless log-probs were asked for.
     """
 
     message: dict[str, Any]
     complete: bool
+    written: str = ""
 
     @property
     def content(self) -> str:
@@ -43,6 +45,7 @@ class Chat:
         params: its length limit is asked for; the rest of it the session has already.
         metadata: what the agent was given; holds the server's key.
         tools: OpenAI tool objects.
+        logprobs: ask for the sampled tokens as well.
     """
 
     def __init__(
@@ -51,11 +54,15 @@ class Chat:
         params: SamplingParams,
         metadata: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        logprobs: bool = False,
     ) -> None:
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._body: dict[str, Any] = {"model": "policy", "max_tokens": params.max_new_tokens}
         if tools:
             self._body["tools"] = list(tools)
+        if logprobs:
+            self._body["logprobs"] = True
         self._client = aiohttp.ClientSession(headers={"Authorization": f"Bearer {metadata['api_key']}"})
         self._messages: list[dict[str, Any]] = []
 
@@ -78,4 +85,6 @@ class Chat:
             response.raise_for_status()
             choice = (await response.json())["choices"][0]
         self._messages.append(choice["message"])
-        return Reply(choice["message"], choice["finish_reason"] != "length")
+        tokens = (choice.get("logprobs") or {}).get("content") or ()
+        written = "".join(token["token"] for token in tokens)
+        return Reply(choice["message"], choice["finish_reason"] != "length", written)

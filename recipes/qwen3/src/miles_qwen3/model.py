@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from miles_qwen3.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
-from miles_qwen3.trail import CALLS, TOOLS
+from miles_qwen3.trail import AFTER, BEFORE, TOOLS
 from miles_rollout.renderers.families.chatml import TOOLS_AFTER, TOOLS_BEFORE
 from miles_rollout.renderers.jsontext import to_json
 
@@ -54,9 +54,11 @@ class Shape:
 
 TINY = Shape()
 MOE = Shape(inner=64, experts=8, experts_per_token=2)
-PHRASES = (*CALLS.values(), *map(to_json, TOOLS), TOOLS_BEFORE, TOOLS_AFTER)
-"""What occurs in every trail game. With a token each, the declaration of the tools costs four tokens instead of 800
-and a call two instead of 45: few enough that a model that starts at random comes upon one by itself."""
+PHRASES = (BEFORE, AFTER, *map(to_json, TOOLS), TOOLS_BEFORE, TOOLS_AFTER)
+"""What occurs in every trail game. With a token each, the declaration of the tool costs three tokens instead of 700 and
+a call three instead of 50: few enough that a model that starts at random comes upon one by itself."""
+COPYING_STD, COPYING_NOISE = 0.1, 0.01
+"""Standard deviations of `copying`: of the embedding, and of what is added to the output projections."""
 
 
 def build_tiny(directory: Path, seed: int) -> None:
@@ -71,11 +73,21 @@ def build_moe(directory: Path, seed: int) -> None:
 
 def build_tiny_tools(directory: Path, seed: int) -> None:
     """Write the dense model with a vocabulary in which the frame of a tool call, and what declares it, is short."""
-    write_model(directory, TINY, seed, PHRASES)
+    write_model(directory, TINY, seed, PHRASES, copying=True)
 
 
-def write_model(directory: Path, shape: Shape, seed: int, phrases: Sequence[str] = ()) -> None:
-    """Write a whole model folder; the same arguments give the same bytes. `phrases`: see `make_tokenizer`."""
+def write_model(
+    directory: Path, shape: Shape, seed: int, phrases: Sequence[str] = (), *, copying: bool = False
+) -> None:
+    """Write a whole model folder; the same arguments give the same bytes.
+
+    Args:
+        directory: an existing folder.
+        shape: sizes of the model.
+        seed: of the random weights.
+        phrases: see `make_tokenizer`.
+        copying: see `copying_attention`.
+    """
     tokenizer = write_tokenizer(directory, phrases)
     ids = tokenizer.get_vocab()
     end_of_text, turn_end, vocabulary = ids[END_OF_TEXT], ids[TURN_END], len(ids)
@@ -84,6 +96,9 @@ def write_model(directory: Path, shape: Shape, seed: int, phrases: Sequence[str]
     _write_json(directory / "generation_config.json", stops)
     random = np.random.default_rng(seed)
     tensors = {name: _initial(random, size) for name, size in tensor_shapes(shape, vocabulary)}
+    if copying:
+        tensors |= copying_attention(random, shape)
+        tensors["model.embed_tokens.weight"] *= np.float32(COPYING_STD / INITIAL_STD)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -148,6 +163,27 @@ def tensor_shapes(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[in
     yield "model.norm.weight", (shape.hidden,)
     if shape.experts:
         yield "lm_head.weight", (vocabulary, shape.hidden)
+
+
+def copying_attention(random: np.random.Generator, shape: Shape) -> dict[str, NDArray[np.float32]]:
+    """Value and output projections with which attention hands on what it reads, by tensor name.
+
+    Output is the transpose of value (orthonormal rows), so a layer adds the mean of the tokens it attends to, seen
+    through half of the dimensions. With tied embeddings that makes what stands in the context a little likelier than
+    what does not, whatever it is: a policy that starts at random then has a way to repeat a note before it has found
+    out about each single one, as pretrained models have.
+    """
+    group, width = shape.heads // shape.kv_heads, shape.kv_heads * shape.head_dim
+    tensors = {}
+    for layer in range(shape.layers):
+        basis, _ = np.linalg.qr(random.normal(size=(shape.hidden, width)))
+        per_head = np.split(basis, shape.kv_heads, axis=1)
+        output = np.concatenate([part for part in per_head for _ in range(group)], axis=1) / group
+        noise = random.normal(0.0, COPYING_NOISE, output.shape)
+        prefix = f"model.layers.{layer}.self_attn"
+        tensors[f"{prefix}.v_proj.weight"] = np.ascontiguousarray(basis.T, np.float32)
+        tensors[f"{prefix}.o_proj.weight"] = np.ascontiguousarray(output + noise, np.float32)
+    return tensors
 
 
 def _initial(random: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ MODELS = (
     ),
     ModelPreset(
         name="tiny-tools",
-        summary="as tiny, with a vocabulary in which the calls of the task trail are short",
+        summary="as tiny, with short calls for the task trail and attention that starts out copying",
         build="miles_qwen3.model:build_tiny_tools",
     ),
     ModelPreset(
@@ -86,11 +86,14 @@ GUESS = TaskPreset(
 
 TRAIL = TaskPreset(
     name="trail",
-    summary="a game of tool calls through the session server: follow notes to a box; held-out trails, won or not",
+    summary="a game of tool calls through the session server: follow notes; held-out trails, won or not",
     overrides={
         "model": "tiny-tools",
         "steps": TRAIL_STEPS,
-        "trainer": {"optimizer": {"schedule": {"total_steps": TRAIL_STEPS}}},
+        "trainer": {
+            "optimizer": {"schedule": {"total_steps": TRAIL_STEPS}},
+            "objective": {"entropy_coefficient": 0.01},
+        },
         "task": {
             "name": "trail",
             "source": "jsonl",
@@ -99,8 +102,9 @@ TRAIL = TaskPreset(
             "eval_size": trail.HELD_OUT,
             "agent": "miles_qwen3.trail_agent:play",
         },
-        "rollout": {"sampling": {"max_new_tokens": 4}},
-        "evaluation": {"sampling": {"max_new_tokens": 4}},
+        # a call, the end, and one token to learn that more is too many
+        "rollout": {"groups_per_step": 16, "sampling": {"max_new_tokens": 5}},
+        "evaluation": {"sampling": {"max_new_tokens": 5}},
     },
 )
 

@@ -1,12 +1,12 @@
-"""The trail game: its problems and the tools it is played with. `trail_agent` plays it.
+"""The trail game: its problems and the tool it is played with. `trail_agent` plays it.
 
-The player is told where to start. The note at a place, read by calling the tool `look`, names the next place, and the
-last note is a letter: the box of that letter has to be opened with the tool `open`. Every call needs what the last one
-has answered, so the game is won only by a policy that reads the results of its calls; they are OpenAI tool calls in
-Qwen3's own form. `python -m miles_qwen3.trail FOLDER` writes the problems: 48 trails for training, 16 held out.
+The player is told where to start. The note at a place, read by calling the tool `look`, names the next place, until the
+trail ends. Every call needs what the last one has answered, so the game is won only by a policy that reads the results
+of its calls; they are OpenAI tool calls in Qwen3's own form. `python -m miles_qwen3.trail FOLDER` writes the problems:
+16 trails for training and 20 others held out.
 
-Half of the training games start at a letter and take one call. Without them a policy that starts at random has
-unlearnt the second tool by the time it gets as far as the end of a trail.
+As many of the training games are one call long: a policy that starts at random meets the whole of a game in them before
+it gets as far as a second note.
 """
 
 from __future__ import annotations
@@ -19,44 +19,40 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PLACES, LETTERS = "0123", "abcd"
-HELD_OUT, SPLIT_SEED = 16, 11
+PLACES, LENGTHS = "0123", (2, 3)
+HELD_OUT, SPLIT_SEED = 20, 11
 TRAIN_FILE, HELD_OUT_FILE = "trail_train.jsonl", "trail_held_out.jsonl"
 
-
-def _tool(name: str, does: str, argument: str, kind: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {argument: {"type": kind}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": does, "parameters": parameters}}
-
-
-TOOLS = (
-    _tool("look", "Read the note at a place.", "at", "integer"),
-    _tool("open", "Open the box of a letter.", "box", "string"),
+TOOLS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Read the note at a place.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
+        },
+    },
 )
-CALLS = {place: f'{{"name": "look", "arguments": {{"at": {place}}}}}' for place in PLACES} | {
-    letter: f'{{"name": "open", "arguments": {{"box": "{letter}"}}}}' for letter in LETTERS
-}
-"""What a model writes between the tags of a call, by the note that asks for it."""
+BEFORE, AFTER = '<tool_call>\n{"name": "look", "arguments": {"at": ', "}}\n</tool_call>"
+"""What a model writes before and after the place in a call."""
 
 
 def opening(trail: str) -> str:
-    """The first message of a game."""
-    return f"start {trail[0]}"
+    """The first message of a game: the note that names where to start."""
+    return trail[0]
 
 
 def trails() -> tuple[list[str], list[str]]:
-    """(training trails, held-out trails), disjoint, together every trail of one or two places."""
-    short = ["".join(t) for t in itertools.product(PLACES, LETTERS)]
-    long = ["".join((*p, c)) for p in itertools.permutations(PLACES, 2) for c in LETTERS]
-    everything = short + long
+    """(training trails, held-out trails), disjoint, together every trail of two or three different places."""
+    everything = ["".join(places) for length in LENGTHS for places in itertools.permutations(PLACES, length)]
     random.Random(SPLIT_SEED).shuffle(everything)
     return everything[HELD_OUT:], everything[:HELD_OUT]
 
 
 def training_games() -> list[str]:
-    """The training trails, the short ones repeated, and as many games of the letter alone: both tools are met first."""
+    """The training trails, and as many games of one call."""
     train, _ = trails()
-    return [*(20 * LETTERS), *(trail for trail in train for _ in range(3 if len(trail) == 2 else 1))]
+    return [*train, *(PLACES * (len(train) // len(PLACES)))]
 
 
 def lines(games: Iterable[str], *, all_or_nothing: bool = False) -> str:
