@@ -72,7 +72,7 @@ def test_what_cannot_score_is_refused(name: str, scope: RewardScope, said: str) 
         make_scoring(name, scope, field="task.reward")
 
 
-async def test_a_service_has_its_share_of_the_time_for_every_try() -> None:
+async def test_a_service_has_its_share_of_the_time_for_every_try(caplog: pytest.LogCaptureFixture) -> None:
     """And answers are made as without it, with its counts among the metrics."""
 
     def asked(**settings: object) -> RemoteReward:
@@ -101,7 +101,10 @@ async def test_a_service_has_its_share_of_the_time_for_every_try() -> None:
     with pytest.raises(RemoteRewardError, match="failed 1 times"):
         await counting(Task(prompt_index=0, messages=()), 0, 0)
     assert isinstance(counting, Counting)
-    assert counting.take_metrics() == {
+    with caplog.at_level("WARNING"):
+        counted = counting.take_metrics()
+    assert "1 answers got no reward, the last: http://127.0.0.1:9/score failed 1 times" in caplog.text
+    assert counted == {
         "rollout/session/turns": 3.0,
         "rollout/reward_service/requests": 1.0,
         "rollout/reward_service/retries": 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from miles_rollout.rewards import (
 )
 from miles_rollout.tasks import LabelCheck
 
+_log = logging.getLogger(__name__)
 _BUILTIN: dict[str, Callable[[], Reward]] = {
     "exact": ExactMatch,
     "numeric": NumericMatch,
@@ -138,7 +140,10 @@ class Counting(Protocol):
 
 
 class CountingService:
-    """Makes answers with `generate`, and tells what their reward service counted (see `RemoteReward.take_counts`)."""
+    """Makes answers with `generate`, and tells what their reward service counted (see `RemoteReward.take_counts`).
+
+    Why answers got no reward is logged, one of them each time.
+    """
 
     def __init__(self, generate: Generate, service: RemoteReward) -> None:
         self._generate = generate
@@ -152,4 +157,6 @@ class CountingService:
         """Since the last call, with what `generate` itself counted."""
         own = self._generate.take_metrics() if isinstance(self._generate, Counting) else {}
         counts = self._service.take_counts()
+        if counts["failed"]:
+            _log.warning("%d answers got no reward, the last: %s", counts["failed"], self._service.last_failure)
         return own | {f"rollout/reward_service/{name}": float(count) for name, count in counts.items()}

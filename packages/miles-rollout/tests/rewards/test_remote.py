@@ -134,6 +134,7 @@ async def test_what_happened_is_counted(service) -> None:
     assert outcomes == [1.0, None, None, None]
     assert reward.take_counts() == {"requests": len(asked), "retries": 2, "failed": 3}
     assert reward.take_counts() == {"requests": 0, "retries": 0, "failed": 0}
+    assert "returned str" in reward.last_failure
     await reward.close()
 
 
@@ -146,6 +147,7 @@ async def test_an_answer_whose_time_is_over_counts_as_failed(service) -> None:
     reward = RemoteReward(url)
     assert "no answer within 0.3 s" in ((await score(reward, TASK, "x", timeout_s=0.3)).error or "")
     assert reward.take_counts() == {"requests": 1, "retries": 0, "failed": 1}
+    assert reward.last_failure == "its time was over"
     await reward.close()
 
 

@@ -57,6 +57,8 @@ class RemoteReward:
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
         self._counts = dict.fromkeys(("requests", "retries", "failed"), 0)
+        self.last_failure = ""
+        """Why the last answer that failed to get a reward did so."""
 
     def take_counts(self) -> dict[str, int]:
         """Since the last call: `requests` made, the `retries` among them, and answers that `failed` to get a reward.
@@ -69,8 +71,9 @@ class RemoteReward:
     async def __call__(self, task: Task, response: str) -> float:
         try:
             return await self._score(task, response)
-        except BaseException:
+        except BaseException as error:
             self._counts["failed"] += 1
+            self.last_failure = str(error) or "its time was over"
             raise
 
     async def _score(self, task: Task, response: str) -> float:
