@@ -51,8 +51,8 @@ WHOLE = {"trainer_idle": 1.0, "engine_idle": 1.0, "avg_staleness": 1.0}
 """What a figure is a part of: all of the time, or one update."""
 FIGURES = ("step_s", *WHOLE)
 SMALL = (
-    f"A share, or a staleness in updates, that is measured below {LIMIT:g} of its whole is compared by difference, and may\n"
-    f"be off by {LIMIT / 3:g} of that whole: 0.02 and 0.03 are alike, though one is half as much again as the other."
+    f"A share, or a staleness in updates, that is measured below {LIMIT:g} of its whole is compared by difference, and "
+    f"may\nbe off by {LIMIT / 3:g} of that whole: 0.02 and 0.03 are alike, though one is half as much again."
 )
 
 

@@ -7,7 +7,12 @@ import heapq
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import numpy as np
+
+from miles_loop.plan.engine import EngineRates
 from miles_loop.plan.workload import Lengths, Pareto, RandomWorkload
+from miles_rollout.engine.scheduler import Limits, Scheduler
+from miles_rollout.engine.sequence import Sampling, Sequence
 
 T = TypeVar("T")
 
@@ -34,6 +39,43 @@ def workload(
         filter_rate=filter_rate,
         seed=seed,
     )
+
+
+class RoundsEngine:
+    """The embedded engine's own scheduler, whose rounds take what `rates` say on the clock of the loop."""
+
+    def __init__(self, rates: EngineRates) -> None:
+        self._rates = rates
+        self._scheduler = Scheduler(Limits(kv_tokens=10**5, context_length=10**4, max_running=rates.max_running))
+        self._left: dict[str, asyncio.Future[None]] = {}
+        self._rounds: asyncio.Task[None] | None = None
+        self._count = 0
+        self.busy_s = 0.0
+
+    async def answer(self, new_tokens: int) -> None:
+        """Return when so many tokens are sampled."""
+        tokens = np.zeros(1 + new_tokens, np.int32)
+        tokens[0] = self._count = self._count + 1  # nobody shares anything
+        sampling = Sampling(max_new_tokens=new_tokens, seed=0)
+        sequence = Sequence(id=str(self._count), tokens=tokens, prompt_length=1, sampling=sampling)
+        done = self._left[sequence.id] = asyncio.get_running_loop().create_future()
+        self._scheduler.add(sequence)
+        if self._rounds is None or self._rounds.done():
+            self._rounds = asyncio.create_task(self._run())
+        await done
+
+    async def _run(self) -> None:
+        while self._left:
+            chunks = self._scheduler.next_step()
+            self._scheduler.computed(chunks)
+            seconds = self._rates.step_s(len(chunks), 0.0)
+            await asyncio.sleep(seconds)
+            self.busy_s += seconds
+            for sequence in [chunk.sequence for chunk in chunks]:
+                sequence.append(0, 0.0, "0")
+                if sequence.finish is not None:
+                    self._scheduler.finish(sequence)
+                    self._left.pop(sequence.id).set_result(None)
 
 
 class SimulatedTimeLoop(asyncio.SelectorEventLoop):

@@ -1,4 +1,4 @@
-"""The simulation against the real rollout worker: the same work gives the same steps."""
+"""The simulation against the real rollout worker and an engine's real scheduler: the same work, the same steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_cases import run_in_simulated_time, workload
+from plan_cases import RoundsEngine, run_in_simulated_time, workload
 
 from miles_contracts import (
     FilterDecision,
@@ -30,7 +30,7 @@ from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity, Scheduler
 from miles_rollout.worker import RolloutWorker, WorkerConfig
 
-STEP_S = 0.002
+RATES = EngineRates(base_s=0.0021, per_sequence_s=0.00037)
 STEPS = 25
 
 
@@ -56,9 +56,12 @@ class Prompts:
         raise AssertionError("not resumed")
 
 
-async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerRates) -> list[tuple[float, float]]:
-    """(seconds, mean staleness) of every step of the driver's loop around the real worker."""
+async def real_steps(
+    pipeline: Pipeline, work: RandomWorkload, trainer: TrainerRates
+) -> tuple[list[tuple[float, float]], float]:
+    """(seconds, mean staleness) of every step of the driver's loop around the real worker; the engine's idle share."""
     loop = asyncio.get_running_loop()
+    engine = RoundsEngine(RATES)
     version = 0
 
     async def generate(task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
@@ -66,7 +69,7 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
         first = last = version
         for number, turn in enumerate(episode.turns):
             first = min(first, version) if number else version
-            await asyncio.sleep(turn.sampled * STEP_S)
+            await engine.answer(turn.sampled)
             last = version
             await asyncio.sleep(turn.delay_s)
         spans = [VersionSpan(start=0, end=1, version=first)]
@@ -127,8 +130,9 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
         await asyncio.sleep(trainer.overhead_s)
         worker.resume_new("update")
         steps.append((loop.time() - began, staleness))
+    idle = 1.0 - engine.busy_s / loop.time()
     await worker.close()
-    return steps
+    return steps, idle
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,8 @@ async def real_steps(pipeline: Pipeline, work: RandomWorkload, trainer: TrainerR
 )
 def test_the_simulation_makes_the_steps_of_the_real_worker(pipeline: Pipeline, work: RandomWorkload) -> None:
     trainer = TrainerRates(fixed_s=0.3, prepare_s=0.02, overhead_s=0.01)
-    real = run_in_simulated_time(real_steps(pipeline, work, trainer))
-    made = simulate(pipeline, work, EngineRates(base_s=STEP_S, rounds=False), trainer)
+    real, idle = run_in_simulated_time(real_steps(pipeline, work, trainer))
+    made = simulate(pipeline, work, RATES, trainer)
     assert [r.step_s for r in made.records] == pytest.approx([seconds for seconds, _ in real], abs=1e-6)
     assert [r.avg_staleness for r in made.records] == pytest.approx([staleness for _, staleness in real])
+    assert made.engine_idle == pytest.approx(idle, abs=1e-3)  # the last round may still be under way

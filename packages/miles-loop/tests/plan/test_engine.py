@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import RoundsEngine, run_in_simulated_time
 
 from miles_contracts import InvalidFieldError
 from miles_loop.plan.engine import EngineRates, Request, SimEngine
 from miles_loop.plan.workload import Lengths, Pareto
-from miles_rollout.engine.scheduler import Limits, Scheduler
-from miles_rollout.engine.sequence import Sampling, Sequence
 
 
 def drain(engine: SimEngine) -> dict[object, float]:
@@ -88,39 +87,28 @@ def test_who_arrives_in_the_middle_of_a_round_starts_with_the_next() -> None:
 
 
 def real_rounds(arrivals: list[tuple[float, int]], rates: EngineRates) -> list[float]:
-    """When each (arrival, tokens) is answered by the embedded engine's own scheduler; rounds take what `rates` say."""
-    scheduler = Scheduler(Limits(kv_tokens=10**5, context_length=10**4, max_running=rates.max_running))
-    left = [0.0] * len(arrivals)
-    running: dict[int, Sequence] = {}
-    now, coming = 0.0, sorted(enumerate(arrivals), key=lambda a: a[1][0])
-    while coming or running:
-        if not running:
-            now = max(now, coming[0][1][0])
-        while coming and coming[0][1][0] <= now:
-            number, (_, wanted) = coming.pop(0)
-            tokens = np.zeros(1 + wanted, np.int32)
-            tokens[0] = number  # nobody shares anything
-            running[number] = Sequence(
-                id=str(number), tokens=tokens, prompt_length=1, sampling=Sampling(max_new_tokens=wanted, seed=0)
-            )
-            scheduler.add(running[number])
-        chunks = scheduler.next_step()
-        scheduler.computed(chunks)
-        now += rates.step_s(len(chunks), 0.0)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.append(0, 0.0, "0")
-            if sequence.finish is not None:
-                scheduler.finish(sequence)
-                left[int(sequence.id)] = now
-                del running[int(sequence.id)]
-    return left
+    """When each (arrival, tokens) is answered by the scheduler of a real engine."""
+
+    async def main() -> list[float]:
+        engine, loop = RoundsEngine(rates), asyncio.get_running_loop()
+
+        async def one(arrives: float, tokens: int) -> float:
+            await asyncio.sleep(arrives)
+            await engine.answer(tokens)
+            return loop.time()
+
+        return await asyncio.gather(*(one(*arrival) for arrival in arrivals))
+
+    return run_in_simulated_time(main())
 
 
 @given(
-    # Never exactly at the end of a round, where a rounding error decides which one is next.
+    # Never exactly at the end of a round, where a rounding error decides which one is next, and never together.
     st.lists(
-        st.tuples(st.integers(0, 700).map(lambda n: n * math.pi / 4300), st.integers(1, 40)), min_size=1, max_size=25
+        st.tuples(st.integers(0, 700).map(lambda n: n * math.pi / 4300), st.integers(1, 40)),
+        min_size=1,
+        max_size=25,
+        unique_by=lambda arrival: arrival[0],
     ),
     st.integers(1, 8),
 )
