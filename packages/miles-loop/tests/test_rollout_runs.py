@@ -39,6 +39,14 @@ def test_with_one_worker_at_depth_0_it_is_the_same_run(fast: Command, tmp_path: 
     assert (there / "logs" / "rollout-0.log").exists()
 
 
+def test_an_evaluation_by_workers_finds_the_same(fast: Command) -> None:
+    # What is late is said on the other stream, which is part of the output here.
+    said = [fast.run("eval", "--json", *workers(count)) for count in (0, 2)]
+    here, there = ([line for line in text.splitlines() if line.startswith("{")] for text in said)
+    assert here == there
+    assert "eval/vowels/reward" in json.loads(here[0])
+
+
 def test_an_agents_sessions_are_in_the_workers_and_their_audit_reaches_the_run(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--steps", 3, "--task.agent", "loop_toy.agent:careless", *workers(2))
