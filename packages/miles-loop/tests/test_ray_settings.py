@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_toy.recipe import RECIPE
 
@@ -140,6 +140,7 @@ def test_what_is_missing_is_named(placement: str, bundles: list[Any], nodes: lis
 amounts = st.integers(1, 40).map(lambda tenths: tenths / 10)
 
 
+@settings(deadline=None)
 @given(
     homes=st.lists(st.lists(st.tuples(amounts, st.integers(0, 2)), max_size=3), min_size=1, max_size=4),
     spare=st.integers(0, 3),

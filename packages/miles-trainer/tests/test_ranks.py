@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rank_work
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import in_group
 from rank_work import Case, Outcome, gradient
@@ -218,6 +218,7 @@ def test_gradients_are_summed_in_buckets(bucket_bytes: int) -> None:
             np.testing.assert_array_equal(found[index], sum(parts).numpy())
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 50), max_size=30), limit=st.integers(1, 400))
 def test_buckets_hold_all_in_order_and_keep_to_their_size(sizes: list[int], limit: int) -> None:
     masters = [torch.zeros(n, dtype=torch.float64 if n % 5 == 0 else torch.float32) for n in sizes]
