@@ -7,7 +7,7 @@ from miles_qwen3 import trail
 from miles_qwen3.hardware import TARGETS
 from miles_qwen3.sorting import HELD_OUT, HELD_OUT_FILE, LENGTH, TRAIN_FILE, data_file
 
-STEPS, TRAIL_STEPS = 150, 200
+STEPS = 150
 
 MODELS = (
     ModelPreset(
@@ -89,9 +89,11 @@ TRAIL = TaskPreset(
     summary="a game of tool calls through the session server: follow notes; held-out trails, won or not",
     overrides={
         "model": "tiny-tools",
-        "steps": TRAIL_STEPS,
+        # when all games are won, groups whose answers differ become rare, and steps slow
+        "steps": 130,
         "trainer": {
-            "optimizer": {"schedule": {"total_steps": TRAIL_STEPS}},
+            # longer than the run: a seed that comes late upon the second note still has the rate to learn from it
+            "optimizer": {"schedule": {"total_steps": 200}},
             "objective": {"entropy_coefficient": 0.01},
         },
         "task": {
