@@ -128,7 +128,7 @@ def test_a_run_whose_trainers_node_is_lost_ends_by_name_and_can_be_continued(
     status = json.loads((run / "status.json").read_text())
     assert (status["status"], status["reason"]) == ("failed", "process_died")
     assert gone(run)
-    done = json.loads(shell.run("miles", "report", run, "--json"))["steps"]
+    done = shell.run_json("miles", "report", run, "--json")["steps"]
     shell.run("miles-qwen3", "train", "--resume", run, "--steps", done + 2)
     assert records(run)[-1]["step"] == done + 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_it_learns_as_a_local_run_does(cluster: TwoNodes, shell: Shell, tmp_path
     run = tmp_path / "run"
     options = ("--engine.replicas", 2, "--sync.transport", "broadcast", *cluster.options)
     shell.run("miles-qwen3", "train", "--hardware", "cpu", "--run-dir", run, *options, timeout=880)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     # The bounds that local runs are held to.
     assert report["eval_first"] <= 0.05
     assert report["eval_last"] >= report["eval_first"] + 0.3
@@ -64,7 +63,7 @@ def test_a_run_is_measured_on_a_cluster_and_moves_to_one_machine(
 ) -> None:
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--run-dir", run, "--steps", 2, *cluster.options, *SMALL)
-    measured = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    measured = shell.run_json("miles-qwen3", "eval", "--run", run, "--json")
     assert measured["eval/sort/reward"] == records(run)[-1]["eval/sort/reward"]
     assert not list(tmp_path.glob("miles-eval-*")), "nothing is left of the measurement"
     shell.run("miles-qwen3", "train", "--resume", run, "--runtime", "local", "--steps", 3)

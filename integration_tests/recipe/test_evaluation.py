@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for
+from recipe_runs import SMALL, Shell, alive, descendants, records, start_engine, wait_for
+
+from miles_qwen3.model import build_tiny
 
 DEDICATED = ("--evaluation.mode", "dedicated", "--evaluation.every", 2, "--evaluation.samples", 4)
 DEDICATED += ("--evaluation.ks", "1,2,4", "--evaluation.keep_snapshots", 1, "--pipeline-depth", 2)
@@ -39,6 +42,59 @@ def test_dedicated_engines_measure_exactly_the_snapshots(shell: Shell, tmp_path:
     assert [p.name for p in (run / "snapshots").iterdir()] == ["version-00000004"]
 
 
+JUDGE = """
+import asyncio
+import os
+
+folder = os.path.dirname(__file__)
+judged = 0
+
+
+async def judge(task, response):
+    global judged
+    judged += 1
+    if judged > 32 and not os.path.exists(f"{folder}/killed"):
+        open(f"{folder}/waits", "w").close()
+        while not os.path.exists(f"{folder}/killed"):
+            await asyncio.sleep(0.01)
+    return float(response == task.label)
+"""
+"""Holds up the second evaluation (the first has 8 prompts with 4 answers each) until the test has done its worst."""
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_that_somebody_else_runs_measures_snapshots_and_may_die(shell: Shell, tmp_path: Path) -> None:
+    """Its death in the middle of a measurement is one skipped point; when it is there again it measures the next."""
+    (tmp_path / "judging.py").write_text(JUDGE)
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    build_tiny(model, 5)  # of another seed than the run's: only a snapshot makes it measure the run's weights
+    url, engine = start_engine(shell, model)
+    options = ("--evaluation.urls", url, "--task.eval_reward", "judging:judge", "--steps", 6, *DEDICATED, *SMALL)
+    process = shell.start("miles-qwen3", "train", "--run-dir", run, *options)
+    wait_for((tmp_path / "waits").exists, process)
+    engine.kill()
+    engine.communicate()
+    (tmp_path / "killed").touch()
+    wait_for(lambda: any("eval/skipped_reason" in r for r in records(run)), process)
+    again, engine = start_engine(shell, model, int(url.rpartition(":")[2]))
+    assert again == url
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    found = points(run)
+    assert sorted(found) == [0, 2, 4, 6]
+    assert [version for version, r in found.items() if "eval/skipped_reason" in r] == [2]
+    assert found[2]["eval/skipped_unhealthy"] == 1
+    assert url in found[2]["eval/skipped_reason"]
+    assert engine.poll() is None, "it is not the run's to end"
+    with urllib.request.urlopen(f"{url}/get_weight_version", timeout=60) as answer:
+        assert json.load(answer)["weight_version"] == "6"
+    # Greedy answers depend on the weights alone: the checkpoint measured on engines of a run's own gives the same.
+    measured = shell.run_json("miles-qwen3", "eval", "--run", run, "--json")
+    for name in ("reward", "pass@4", "response_length_mean"):
+        assert measured[f"eval/sort/{name}"] == found[6][f"eval/sort/{name}"]
+
+
 @pytest.mark.gate
 @pytest.mark.timeout(600)
 def test_a_measurement_that_loses_its_engine_is_one_skipped_point(shell: Shell, tmp_path: Path) -> None:
@@ -56,7 +112,7 @@ def test_a_measurement_that_loses_its_engine_is_one_skipped_point(shell: Shell, 
     assert len(skipped) <= 1
     assert all("was killed by SIGKILL" in reason for reason in skipped)
     # Greedy answers depend on the weights alone: the last checkpoint measured on other engines gives the same.
-    again = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    again = shell.run_json("miles-qwen3", "eval", "--run", run, "--json")
     names = ("reward", "pass@1", "pass@4", "response_length_mean")
     assert {n: again[f"eval/sort/{n}"] for n in names} == {n: found[8][f"eval/sort/{n}"] for n in names}
 

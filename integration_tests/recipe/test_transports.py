@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -28,7 +27,7 @@ def test_a_run_survives_the_death_of_an_engine_with_every_transport(
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     assert [record["step"] for record in records(run) if record["step"]] == list(range(1, 13))
-    report = json.loads(shell.run("miles", "report", run, "--json"))
+    report = shell.run_json("miles", "report", run, "--json")
     assert report["token_mismatches"] == 0
     assert report["tokens_trained"] > 0
     versions = [record["rollout/fully_async/max_staleness"] for record in records(run) if record["step"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -27,7 +26,7 @@ def train(run: Path, *options: object) -> list[object]:
 
 
 def report_of(shell: Shell, run: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads(shell.run("miles", "report", run, "--json"))
+    found: dict[str, object] = shell.run_json("miles", "report", run, "--json")
     return found
 
 
