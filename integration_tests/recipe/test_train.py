@@ -121,7 +121,7 @@ def test_the_game_of_tool_calls_is_learnt(shell: Shell, tmp_path: Path, seed: in
     shell.run("miles-qwen3", "train", "--task", "trail", "--seed", seed, "--run-dir", run, timeout=880)
     first, last = records(run)[1], records(run)[-1]
     assert first["rollout/metrics/tool_calls"] < 0.1
-    assert last["rollout/metrics/right_turns"] > 1.2  # 1.75 when all games are won
+    assert last["rollout/metrics/right_turns"] > 1.0  # beyond the first turn of a game
     report = shell.run_json("miles", "report", run, "--json")
     assert report["eval_first"] == 0.0
     assert report["eval_last"] >= 0.6
