@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -148,6 +149,7 @@ class Workers:
 
 def _serve_receiver(make: Callable[[int], Any]) -> Callable[[int, Connection], None]:
     def serve(number: int, pipe: Connection) -> None:
+        gc.freeze()  # groups that the parent is done with must not be ended here: their threads are not
         receiver = make(number)
         while True:
             method, *arguments = pipe.recv()
@@ -162,6 +164,7 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
     port = meeting.port
 
     def serve_raw(number: int, pipe: Connection) -> None:
+        gc.freeze()
         group = Meeting("127.0.0.1", port, owner=False, timeout_s=60).open("raw", number + 1, receivers + 1)
         memory = torch.empty(BUCKET_MIB << 20, dtype=torch.uint8)
         while True:

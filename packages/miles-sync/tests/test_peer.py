@@ -159,6 +159,7 @@ def test_runs_are_taken_and_put_back_in_order(data: st.DataObject, length: int, 
     assert not target[~covered].any()
 
 
+@settings(deadline=None)
 @given(bucket_bytes=st.integers(1, 5000))
 def test_rounds_hold_every_transfer_once(bucket_bytes: int) -> None:
     plan = plan_transfers(SOURCE, TARGET)

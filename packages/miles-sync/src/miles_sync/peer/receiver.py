@@ -9,6 +9,7 @@ from miles_sync.layout import Layout
 from miles_sync.messages import PeerBucket
 from miles_sync.peer.memory import Arena, PeerBackend
 from miles_sync.peer.sender import box_bytes
+from miles_sync.recycling import Recycler
 from miles_sync.tensors import from_bytes
 from miles_sync.transfer import plan_transfers
 
@@ -30,6 +31,7 @@ class PeerReceiver:
         self.tensors: dict[str, torch.Tensor] = {}
         self._arena = Arena(target.ranks[rank])
         self._memory = backend.expose(self._arena.num_bytes)
+        self._copies = Recycler()
         # Padding is never written: it must not differ from run to run.
         self._memory.data[:] = 0
         transfers = plan_transfers(source, target).transfers
@@ -96,7 +98,8 @@ class PeerReceiver:
             transfer = self._mine[missing[0]]
             reason = f"{len(missing)} transfer(s) did not come, the first from source rank {transfer.source}"
             raise WeightUpdateError(reason, tensor=transfer.name)
-        served = self._memory.data.copy()
+        served = self._copies.take(len(self._memory.data))
+        served[:] = self._memory.data
         self.tensors = {
             name: from_bytes(served[start : start + self._arena.specs[name].num_bytes], self._arena.specs[name])
             for name, start in self._arena.offsets.items()
