@@ -11,7 +11,7 @@ import pytest
 from ray_cluster import TwoNodes, eventually, gone, leader, raylet_of
 from recipe_runs import SMALL, Shell, records, wait_for, without_clock
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 # A node has 4 CPUs: two ranks do not fit on one.
 APART = ("--trainer.ranks", 2, "--runtime.ray.trainer_cpus", 2.1, "--runtime.ray.rollout_cpus", 0.5)
