@@ -19,7 +19,7 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 def make_model(seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=16384,  # an embedding large enough to be broadcast from where it is
+        vocab_size=65536,  # an embedding large enough to be broadcast from where it is
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
