@@ -42,6 +42,8 @@ AT_ONCE = {
     "last port for two": (("--engine.port", "65535", "--engine.replicas", "2"), "engine.port: got '65535'"),
     "unknown data type": (("--engine.dtype", "float31"), "engine.dtype: got 'float31'"),
     "group of one": (("--rollout.group_size", "1", "--rollout.filter", "none"), "grpo compares the answers of a group"),
+    "more ranks than answers": (("--trainer.ranks", "100000"), "runtime.trainer_ranks: got 100000; a batch has"),
+    "more workers than memory": (("--rollout.workers", "1000000"), "runtime.rollout_workers: got 1000000; each takes"),
     "unknown task": (("--task", "nosuch"), "use one of vowels, sums, or FILE.jsonl, or reasoning_gym:NAME"),
     "missing evaluation program": (
         ("--evaluation.mode", "external", "--evaluation.command", "no-such-program,{checkpoint}"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from miles_contracts import InvalidFieldError
 from miles_loop.config import RunConfig, RuntimeKind
 from miles_loop.gateway import require_router
 from miles_loop.models import num_experts
@@ -12,6 +14,11 @@ from miles_loop.preflight import starts_dedicated
 from miles_loop.runtime import require_runtime
 from miles_loop.sglang_engine import require_sglang
 from miles_rollout.engine_identity import EngineKind
+
+TORCH_MIB, WORKER_MIB = 256, 48
+"""Memory that a process with torch (a trainer rank, an engine) and a rollout worker take before any model is loaded.
+Both are a little less than what was measured: nothing that could run is refused."""
+_MEMINFO = Path("/proc/meminfo")
 
 
 def check_machine(config: RunConfig, *, training: bool = True) -> None:
@@ -25,6 +32,7 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
         InvalidFieldError: with what to install or to set.
     """
     require_runtime(config)
+    check_room(config, available_mib())
     if training and starts_dedicated(config) and config.engine.kind is EngineKind.SGLANG:
         require_sglang(config.engine)
     model = Path(config.model)
@@ -32,3 +40,42 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
     if config.runtime.kind is RuntimeKind.LOCAL and not config.engine.urls:
         for port in choose_ports(config.engine.host, config.engine.port, config.engine.replicas):
             port.close()
+
+
+def check_room(config: RunConfig, available: int | None) -> None:
+    """Refuse more processes than this machine has memory to start: it would go down with everything that runs on it.
+
+    Args:
+        config: of the run.
+        available: memory in MiB, None when unknown. Processes on a cluster that is joined are none of this machine's.
+
+    Raises:
+        InvalidFieldError: naming the setting that asks for most.
+    """
+    ray = config.runtime.kind is RuntimeKind.RAY
+    if available is None or (ray and (config.runtime.ray.address or os.environ.get("RAY_ADDRESS"))):
+        return
+    asked = {
+        "runtime.trainer_ranks": (config.runtime.trainer_ranks, TORCH_MIB),
+        "engine.replicas": (0 if config.engine.urls else config.engine.replicas, TORCH_MIB),
+        "runtime.rollout_workers": (config.rollout_workers, WORKER_MIB),
+    }
+    needed = sum(count * each for count, each in asked.values())
+    if needed > available:
+        field, (count, each) = max(asked.items(), key=lambda item: item[1][0] * item[1][1])
+        raise InvalidFieldError(
+            field,
+            count,
+            f"each takes at least {each} MiB, the processes of the run together {needed} MiB, and this machine has "
+            f"{available} MiB left; use fewer, or more machines (--runtime ray --address)",
+        )
+
+
+def available_mib() -> int | None:
+    """Memory that new processes can have, in MiB; None where the system does not say."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) // 1024 if found else None

@@ -100,7 +100,12 @@ def _check_urls(field: str, urls: Sequence[str]) -> None:
 
 
 def _check_groups(config: RunConfig) -> None:
-    """A group of one says nothing to an estimator that compares; `no_signal` has its own answer to it."""
+    """A group of one says nothing to an estimator that compares; `no_signal` has its own answer to it. A rank without
+    an answer does nothing."""
+    answers = config.rollout.groups_per_step * config.rollout.group_size
+    if config.runtime.trainer_ranks > answers:
+        remedy = f"a batch has {answers} answers, and a rank without any trains nothing; use at most {answers}"
+        raise InvalidFieldError("runtime.trainer_ranks", config.runtime.trainer_ranks, remedy)
     estimator = config.trainer.advantage.estimator
     rewarded = config.trainer.objective.kind is not ObjectiveKind.SFT
     if config.rollout.group_size == 1 and config.rollout.filter == "none" and rewarded and estimator.compares:

@@ -1,0 +1,53 @@
+"""More processes than a machine can start are refused before one is started."""
+
+import os
+from typing import Any
+
+import pytest
+
+from miles_contracts import InvalidFieldError
+from miles_loop.config import RunConfig
+from miles_loop.machine import TORCH_MIB, WORKER_MIB, available_mib, check_room
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": "m", "task": {"source": "jsonl", "path": "p.jsonl"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "value"),
+    [
+        ({"runtime": {"trainer_ranks": 50}}, "runtime.trainer_ranks", 50),
+        ({"engine": {"replicas": 50}}, "engine.replicas", 50),
+        ({"runtime": {"rollout_workers": 400}}, "runtime.rollout_workers", 400),
+        ({"runtime": {"kind": "ray", "trainer_ranks": 50}}, "runtime.trainer_ranks", 50),
+    ],
+)
+def test_what_asks_for_most_is_named(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], field: str, value: int
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(InvalidFieldError, match="use fewer") as refusal:
+        check_room(config(**sections), 8192)
+    assert (refusal.value.field, refusal.value.value) == (field, value)
+
+
+def test_what_fits_exactly_is_let_through() -> None:
+    needed = 2 * TORCH_MIB + 3 * TORCH_MIB + 4 * WORKER_MIB
+    wanted = config(runtime={"trainer_ranks": 2, "rollout_workers": 4}, engine={"replicas": 3})
+    check_room(wanted, needed)
+    with pytest.raises(InvalidFieldError):
+        check_room(wanted, needed - 1)
+
+
+def test_processes_elsewhere_need_no_memory_here() -> None:
+    check_room(config(runtime={"kind": "ray", "trainer_ranks": 50, "ray": {"address": "head:6379"}}), 1024)
+    check_room(config(engine={"urls": [f"http://e{i}:1" for i in range(50)]}), 1024)
+    check_room(config(runtime={"trainer_ranks": 50}), None)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="no /proc/meminfo here")
+def test_this_machine_has_some_memory() -> None:
+    found = available_mib()
+    assert found is not None
+    assert 0 < found < 2**30
