@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +20,17 @@ CONTEXT.set_forkserver_preload(
 )
 
 Work = Callable[..., Any]
+
+
+@functools.cache
+def _start_server() -> None:
+    """The server listens on a socket in the folder for temporary files, whose path may have about 100 characters: that
+    of a test session in a checkout is easily longer."""
+    usual, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = usual
 
 
 class Gone:
@@ -36,6 +50,7 @@ def in_group(
     """
     from miles_trainer.ranks import meeting_point
 
+    _start_server()
     store = meeting_point("127.0.0.1", timeout_s=60)
     ends, processes = [], []
     for rank in range(size):
