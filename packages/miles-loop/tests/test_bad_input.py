@@ -44,6 +44,10 @@ AT_ONCE = {
     "group of one": (("--rollout.group_size", "1", "--rollout.filter", "none"), "grpo compares the answers of a group"),
     "more ranks than answers": (("--trainer.ranks", "100000"), "runtime.trainer_ranks: got 100000; a batch has"),
     "more workers than memory": (("--rollout.workers", "1000000"), "runtime.rollout_workers: got 1000000; each takes"),
+    "reward that is not there": (
+        ("--task.reward", "no_such_module:score"),
+        "task.reward: got 'no_such_module:score'; there is no module no_such_module",
+    ),
     "unknown task": (("--task", "nosuch"), "use one of vowels, sums, or FILE.jsonl, or reasoning_gym:NAME"),
     "missing evaluation program": (
         ("--evaluation.mode", "external", "--evaluation.command", "no-such-program,{checkpoint}"),

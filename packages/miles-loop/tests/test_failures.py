@@ -84,6 +84,20 @@ def test_a_second_signal_ends_everything_at_once(fast: Command, tmp_path: Path) 
     assert status(run)["status"] == "interrupted"
 
 
+def test_one_signal_before_the_first_step_is_named(toy: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = toy.start("train", "--run-dir", run, "--plain")
+    wait_for(lambda: (run / "logs" / "driver.log").exists(), 60)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "SIGTERM before the first step" in err
+    assert (status(run)["status"], status(run)["message"]) == (
+        "interrupted",
+        "stopped at once by SIGTERM before the first step",
+    )
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(fast: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = fast.run("train", "--run-dir", run, "--plain", "--steps", 6, status=1, FAKE_NAN_STEP="3")

@@ -261,10 +261,9 @@ def _records_of(state: Mapping[str, Sequence[Any]]) -> dict[str, _Record]:
             np.array(ids, dtype=np.int32),
             np.array(logprobs, dtype=np.float32),
             version,
-            first_row,
-            None if rows is None else np.array(rows, dtype=np.uint64),
+            *_rows_of(*more),
         )
-        for key, (ids, logprobs, version, first_row, rows) in state.items()
+        for key, (ids, logprobs, version, *more) in state.items()
     }
 
 
@@ -304,3 +303,8 @@ class RecordingEngine(EngineProxy):
 async def _digests(routing: NDArray[Any]) -> NDArray[Any]:
     """`row_digests`, beside the event loop when they are many."""
     return await asyncio.to_thread(row_digests, routing) if len(routing) > _OFF_LOOP_ROWS else row_digests(routing)
+
+
+def _rows_of(first_row: int = 0, rows: Any = None) -> tuple[int, NDArray[np.uint64] | None]:
+    """First row and digests of a record; one from before routes were audited has neither."""
+    return first_row, None if rows is None else np.array(rows, dtype=np.uint64)

@@ -138,7 +138,8 @@ class RolloutConfig(Section):
     """Answers sampled per prompt."""
     order: TrainingOrder = TrainingOrder.ARRIVAL
     """Order of training: finished groups of the oldest weights first (`arrival`), or strictly the order of the
-    prompts (`prompt`): the same sequence in every run and across a resume, but a slow group holds up later ones."""
+    prompts (`prompt`): the same sequence in every run and across a resume as long as the same groups are dropped, but a
+    slow group holds up later ones. Above depth 0 a filter such as `no_signal` drops by what was sampled: use `none`."""
     max_staleness: NonNegative | None = None
     """Oldest usable group, in optimiser updates behind the weights that will train on it; default: the pipeline
     depth + 1."""

@@ -14,6 +14,7 @@ from miles_loop.preflight import starts_dedicated
 from miles_loop.runtime import require_runtime
 from miles_loop.sglang_engine import require_sglang
 from miles_rollout.engine_identity import EngineKind
+from miles_rollout.imports import load_object
 
 TORCH_MIB, WORKER_MIB = 256, 48
 """Memory that a process with torch (a trainer rank, an engine) and a rollout worker take before any model is loaded.
@@ -36,10 +37,25 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
     if training and starts_dedicated(config) and config.engine.kind is EngineKind.SGLANG:
         require_sglang(config.engine)
     model = Path(config.model)
+    _check_functions(config)
     require_router(config, routing=config.trainer.replay.enabled and model.is_dir() and num_experts(model) is not None)
     if config.runtime.kind is RuntimeKind.LOCAL and not config.engine.urls:
         for port in choose_ports(config.engine.host, config.engine.port, config.engine.replicas):
             port.close()
+
+
+def _check_functions(config: RunConfig) -> None:
+    """Import what the user has named, where the driver runs: what it raises here, it would raise later."""
+    task = config.task
+    named = {
+        "task.agent": task.agent,
+        "task.reward": task.reward,
+        "task.eval_reward": task.eval_reward,
+        "rollout.filter": config.rollout.filter,
+    }
+    for field, name in named.items():
+        if name is not None and ":" in name and not name.startswith(("http://", "https://")):
+            load_object(name, field=field)
 
 
 def check_room(config: RunConfig, available: int | None) -> None:

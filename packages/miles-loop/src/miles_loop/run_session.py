@@ -59,6 +59,7 @@ class RunSession:
         self._checkpoint = newest_checkpoint(folder.checkpoints) if resumed is not None else None
         self._driver: Driver | None = None
         self._stop_signals = 0
+        self._signalled = ""
         self.progress = Progress(steps=config.steps)
         if resumed is not None:
             self._restore_progress(resumed)
@@ -90,8 +91,10 @@ class RunSession:
             self._end(RunStatus.INTERRUPTED, error.reason, str(error))
             raise
         except asyncio.CancelledError:
-            self._end(RunStatus.INTERRUPTED, "interrupted", "stopped at once by a second signal")
-            raise InterruptedRunError("a second signal") from None
+            early = "" if self.progress.step else " before the first step"
+            what = "a second signal" if self._stop_signals > 1 else self._signalled + early
+            self._end(RunStatus.INTERRUPTED, "interrupted", f"stopped at once by {what}")
+            raise InterruptedRunError(what) from None
         except MilesError as error:
             self._end(RunStatus.FAILED, reason_of(error), str(error))
             raise
@@ -116,6 +119,7 @@ class RunSession:
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[None]) -> None:
         """The first signal asks the loop to stop after its step; the next one stops everything at once."""
         self._stop_signals += 1
+        self._signalled = signal.Signals(number).name
         if self._stop_signals == 1 and self._driver is not None:
             self._display.note(f"{signal.Signals(number).name}: stopping after this step (again: at once)")
             self._driver.stopped_by = signal.Signals(number).name

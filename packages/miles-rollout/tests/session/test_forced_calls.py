@@ -162,6 +162,22 @@ async def test_a_length_limit_inside_a_forced_call(renderer) -> None:
     assert service.trajectories(session.id)[0].num_trained == again["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize("stop", ["weather", "\n", "{", "<tool_call>"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_are_for_what_is_sampled(renderer, stop, stream) -> None:
+    service, _ = make(renderer, ['"city": "Oslo" and no end'])
+    settings = {"tools": [WEATHER], "tool_choice": NAMED, "stop": [stop], "stream": stream}
+    answer = await ask(service, service.open(), [user("Oslo?")], **settings)
+    assert reply_of(answer)["content"] == f'{OPENING}"city": "Oslo" and no end'
+
+
+async def test_a_stop_string_that_is_sampled_cuts_behind_the_opening(renderer) -> None:
+    service, _ = make(renderer, ['"city": "weather", and no end'])
+    settings = {"tools": [WEATHER], "tool_choice": NAMED, "stop": ["weather"]}
+    answer = await ask(service, service.open(), [user("Oslo?")], **settings)
+    assert reply_of(answer)["content"] == f'{OPENING}"city": "'
+
+
 async def test_thinking_off_keeps_its_empty_block_before_the_call(renderer) -> None:
     service, engine = make(renderer, [REST])
     session = service.open(OpenRequest(thinking=False))

@@ -154,7 +154,11 @@ async def test_text_completions_stream_while_the_engine_samples(renderer, text: 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize(
     ("failure", "code"),
-    [(EngineUnavailableError("e", "died"), "engine_unavailable"), (EngineError("e", "no", 400), "engine_error")],
+    [
+        (EngineUnavailableError("e", "died"), "engine_unavailable"),
+        (EngineError("e", "no", 400), "engine_refused"),
+        (EngineError("e", "no", 500), "engine_error"),
+    ],
 )
 async def test_a_failure_in_the_middle_ends_the_stream(renderer, routed: bool, failure: Exception, code: str) -> None:
     async with streaming(renderer, ["Hello there"], routed=routed) as (server, engine), aiohttp.ClientSession() as http:

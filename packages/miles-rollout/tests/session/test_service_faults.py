@@ -20,6 +20,7 @@ from miles_rollout.session.errors import (
     SessionLimitError,
     SessionNotFoundError,
     UpstreamError,
+    UpstreamRefusedError,
     UpstreamTimeoutError,
     UpstreamUnavailableError,
 )
@@ -55,7 +56,8 @@ def answer_of(ids, logprobs, spans, finish="stop"):
     ("reply", "kind", "says"),
     [
         (EngineUnavailableError("e", "died"), UpstreamUnavailableError, "died"),
-        (EngineError("e", "bad", 400), UpstreamError, "bad"),
+        (EngineError("e", "too long", 400), UpstreamRefusedError, "too long"),
+        (EngineError("e", "bad", 500), UpstreamError, "bad"),
         (TimeoutError(), UpstreamTimeoutError, "no answer within"),
         (answer_of([1, 2], [-1.0], ()), UpstreamError, "log-probs for 2"),
         (answer_of([1, 2], [-1.0, 0.5], ()), UpstreamError, "positive"),

@@ -35,9 +35,7 @@ CPU = HardwareTarget(
     overrides={"engine": {"sglang": _section(_CPU_ENGINE)}},
 )
 
-_NEEDS = (
-    "a trainer backend that spans several GPUs (this release trains on one device) and SGLang engines on the others"
-)
+_NEEDS = "GPUs, on which this release was never run, and SGLang engines on those that do not train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,14 @@ class UpstreamError(SessionError):
     code = "engine_error"
 
 
+class UpstreamRefusedError(UpstreamError):
+    """The engine refused the request (a prompt longer than its context, say): sending it again does not help."""
+
+    status = 400
+    code = "engine_refused"
+    kind = "invalid_request_error"
+
+
 class UpstreamUnavailableError(UpstreamError):
     """The engine could not be reached, died, or aborted the request."""
 

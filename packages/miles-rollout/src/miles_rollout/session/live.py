@@ -28,6 +28,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
 
 
+def opened_chars(content: str, opened: str) -> int:
+    """Characters of content that a forced call was opened with, `opened` with or without white space in front: stop
+    strings are looked for in what is sampled only, as the engine does."""
+    return next((len(text) for text in (opened, opened.lstrip()) if text and content.startswith(text)), 0)
+
+
 class _Live:
     """What is out already of a turn whose ids grow, and where the next piece goes."""
 
@@ -36,6 +42,7 @@ class _Live:
         self._vocabulary = renderer.vocabulary
         self._stop = stop
         self._emit = emit
+        self._opened = ""
         self.shown = Progress()
 
     def advance(self, output_ids: NDArray[np.int32]) -> bool:
@@ -44,7 +51,8 @@ class _Live:
             known = self._known(self._whole_characters(output_ids.tolist()))
         except InvalidFieldError:  # an id that does not exist: the check of the finished answer will say so
             return self.shown != Progress()
-        content = text_before(known.content, self._stop)
+        start = opened_chars(known.content, self._opened)
+        content = known.content[:start] + text_before(known.content[start:], self._stop)
         fresh = self.shown == Progress()
         reasoning = known.reasoning_content if fresh else self.shown.reasoning_content
         # What contradicts the text that is out, or takes some of it back, is left to the finished turn.
@@ -105,6 +113,7 @@ class LiveTurn(_Live):
         if opening:
             self._syntax = self._syntax.without_reasoning()
         self._opening = list(opening)
+        self._opened = self._vocabulary.decode(self._opening)
         self._ends = frozenset(renderer.stop_token_ids)
 
     def settle(self, parsed: ParsedMessage, output_ids: list[int]) -> ParsedMessage:

@@ -99,9 +99,10 @@ def render_choice(request: ChatRequest) -> RenderChoice:
     return RenderChoice(thinking=thinking, reasoning_effort=effort)
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Text before the first stop string: the view that OpenAI's clients expect; the tokens keep it."""
-    ends = [at for s in stop if (at := text.find(s)) >= 0]
+def cut_at_stop(text: str, stop: tuple[str, ...], start: int = 0) -> str:
+    """Text before the first stop string at or behind `start`: the view that OpenAI's clients expect; the tokens keep
+    it."""
+    ends = [at for s in stop if (at := text.find(s, start)) >= 0]
     return text[: min(ends)] if ends else text
 
 

@@ -27,7 +27,7 @@ from miles_rollout.session import audit
 from miles_rollout.session.audit import SessionCounters
 from miles_rollout.session.config import SessionConfig
 from miles_rollout.session.errors import BadRequestError, SessionBusyError, SessionNotFoundError, UpstreamError
-from miles_rollout.session.live import Delta, LiveText, LiveTurn
+from miles_rollout.session.live import Delta, LiveText, LiveTurn, opened_chars
 from miles_rollout.session.messages import assistant_message
 from miles_rollout.session.metrics import Metrics
 from miles_rollout.session.nodes import Generation, Node, path_prompt
@@ -128,7 +128,8 @@ class Turns:
         if view is not None:
             parsed = view.settle(parsed, output_ids)
         malformed = parsed.malformed + other_calls(forced, prompt, parsed.tool_calls)
-        content = parsed.content if parsed.tool_calls else cut_at_stop(parsed.content, params.stop)
+        opened = opened_chars(parsed.content, renderer.vocabulary.decode(prompt.opening))
+        content = parsed.content if parsed.tool_calls else cut_at_stop(parsed.content, params.stop, opened)
         reply = assistant_message(content, parsed.reasoning_content, parsed.tool_calls)
         node = _commit(session, plan, new_ids, sampled, reply, params, render, opening=len(prompt.opening))
         session.remember(raw, node, num_messages)

@@ -22,11 +22,18 @@ from miles_contracts import (
 )
 from miles_rollout.engine_stream import OnPartial, generate_on
 from miles_rollout.router import Router
-from miles_rollout.session.errors import UpstreamError, UpstreamTimeoutError, UpstreamUnavailableError
+from miles_rollout.session.errors import (
+    UpstreamError,
+    UpstreamRefusedError,
+    UpstreamTimeoutError,
+    UpstreamUnavailableError,
+)
 from miles_rollout.session.nodes import Generation
 
 _LOGPROB_SLACK = 1e-3
 """A log-prob may exceed 0 by rounding of the engine's softmax; more is nonsense."""
+_REFUSALS = (400, 413, 422)
+"""Statuses by which an engine says that a request is not right."""
 _ABORT_S = 10.0
 """Longest wait for an abort that nobody waits for."""
 
@@ -167,7 +174,8 @@ async def call(
     except EngineUnavailableError as error:
         raise UpstreamUnavailableError(f"{error}; the session is unchanged, send the request again") from error
     except EngineError as error:
-        raise UpstreamError(f"{error}; the session is unchanged") from error
+        refused = error.status in _REFUSALS
+        raise (UpstreamRefusedError if refused else UpstreamError)(f"{error}; the session is unchanged") from error
     except (DeadlineExceededError, TimeoutError) as error:
         said = f" ({error})" if str(error) else ""
         raise UpstreamTimeoutError(
