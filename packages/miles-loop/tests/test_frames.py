@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -123,16 +124,23 @@ async def test_everything_that_arrived_is_delivered_before_the_end(ends: Ends) -
 
 async def test_a_peer_cannot_fill_the_memory(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_MAX_INBOX_FRAMES", 2)
-    paused: list[int] = []
+    paused, decode = threading.Event(), wire.decode
     transport = ends.right._transport
     assert transport is not None
     pause = transport.pause_reading
-    monkeypatch.setattr(transport, "pause_reading", lambda: (paused.append(1), pause()))
-    ends.left.send(note(0, 600_000))  # while this one is decoded in a thread, the others arrive
+    monkeypatch.setattr(transport, "pause_reading", lambda: (paused.set(), pause()))
+
+    def slowly(frame: bytearray, kind: type[Note]) -> Note:
+        if len(frame) > 2**20:  # while this one is decoded in a thread, the others arrive
+            paused.wait(10)
+        return decode(frame, kind)
+
+    monkeypatch.setattr(wire, "decode", slowly)
+    ends.left.send(note(0, 600_000))
     for number in range(1, 300):
         ends.left.send(note(number, 2000))
     await until(lambda: len(ends.at_right) == 300)
-    assert paused
+    assert paused.is_set()
     assert [m.number for m in ends.at_right] == list(range(300))
 
 
