@@ -87,7 +87,8 @@ def test_a_second_signal_ends_everything_at_once(fast: Command, tmp_path: Path) 
 def test_one_signal_before_the_first_step_is_named(toy: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = toy.start("train", "--run-dir", run, "--plain")
-    wait_for(lambda: (run / "logs" / "driver.log").exists(), 60)
+    log = run / "logs" / "driver.log"
+    wait_for(lambda: log.exists() and "starting engines and trainer" in log.read_text(), 60)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
