@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import NonNegative, Positive, Section, UnusedPrompts
+from miles_loop.config import Section, UnusedPrompts
+from miles_loop.config.section import NonNegative, Positive
 from miles_loop.plan.engine import EngineRates
 from miles_loop.plan.hardware import Format, Placement, find_gpu
 from miles_loop.plan.settings import Pipeline, TrainerRates

@@ -1,0 +1,73 @@
+"""Settings of the way that weights take to the engines."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from miles_contracts import PauseMode
+from miles_loop.config.section import Positive, Seconds, Section
+
+
+class TransportKind(StrEnum):
+    """The way that weights take."""
+
+    LOCAL = "local"
+    BROADCAST = "broadcast"
+    PEER = "peer"
+    DISK = "disk"
+
+
+class BroadcastBackend(StrEnum):
+    """Communicators of the broadcast transport."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+class CanaryKind(StrEnum):
+    """Whether a short prompt is sampled around every update, besides asking for versions."""
+
+    OFF = "off"
+    AGREE = "agree"
+    CHANGE = "change"
+
+
+class PeerBackendKind(StrEnum):
+    """How bytes get into the memory of a peer."""
+
+    TCP = "tcp"
+    SHARED = "shared"
+    NIXL = "nixl"
+
+
+class SyncConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: TransportKind = TransportKind.LOCAL
+    """`local` (shared memory of one machine), `broadcast` (one group of the trainer and all engines; the one for SGLang
+    and for engines on other machines), `peer` (one-sided writes into the memory of each engine) or `disk` (changed
+    bytes through a shared folder)."""
+    host: str = "127.0.0.1"
+    """broadcast: address of the trainer's machine, as the engines' machines reach it."""
+    backend: BroadcastBackend = BroadcastBackend.GLOO
+    """broadcast: `gloo` (CPU) or `nccl` (trainer and engines on GPUs)."""
+    peer_backend: PeerBackendKind = PeerBackendKind.TCP
+    """peer: `tcp`, `shared` (one machine) or `nixl` (RDMA; needs `miles-sync[nixl]`)."""
+    store: Path | None = None
+    """disk: shared folder that versions are published in; default: `weights` in the run folder."""
+    checkpoint_dir: Path | None = None
+    """disk: local folder of the engines' machine for the patched checkpoint; default: `engine-weights` in the run
+    folder."""
+    mode: PauseMode = PauseMode.RETRACT
+    """Requests that run while weights change: `retract` (recompute their cache), `in_place` or `abort`."""
+    bucket_mib: Positive = 512
+    """Size in MiB of the buckets that weights travel in."""
+    directory: Path = Path("/dev/shm")
+    """Shared-memory mount for the buckets."""
+    deadline_s: Seconds = 300.0
+    """Deadline of one weight update; a late update is rolled back."""
+    canary: CanaryKind = CanaryKind.OFF
+    """Probe the policy itself after an update, which is taken back when an engine answers wrongly: `agree` (finite and
+    alike on all engines), `change` (and not what the engine answered before; for steps that always move weights).
+    A probe queues like any request, so engines that are always full answer it late."""
