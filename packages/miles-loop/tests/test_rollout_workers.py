@@ -20,7 +20,7 @@ from miles_loop.audit import EngineRecords
 from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.fleet_view import EngineState, FleetState
 from miles_loop.frames import FrameLink
-from miles_loop.hosts import HostedWorker
+from miles_loop.hosts import Linked
 from miles_loop.rollout_client import WorkerLostError
 from miles_loop.rollout_workers import RolloutWorkers, start_message
 from miles_rollout.episodes import EpisodeFailedError
@@ -136,10 +136,10 @@ class Scene:
         self.workers.on_failed = self.failed.append
         self.workers.launch()
 
-    def _make(self, index: int) -> HostedWorker:
+    def _make(self, index: int) -> Linked:
         ours, theirs = socket.socketpair()
         self.made.append(Worker(self, index, theirs))
-        return HostedWorker(self.made[-1], ours)
+        return Linked(self.made[-1], ours)
 
     def ask(self, member: int = 0) -> asyncio.Task[list[Trajectory]]:
         return asyncio.ensure_future(self.workers.training(TASK, member, 0))  # type: ignore[arg-type]

@@ -41,7 +41,8 @@ ALIGNMENT = 64
 CONTENT_TYPE = "application/vnd.miles.frame"
 """Of a frame in an HTTP body."""
 _HEADER = struct.Struct("<4sHHQQI")
-_HEADER_BYTES = 32
+HEADER_BYTES = 32
+"""Length of the header that every frame begins with; `frame_length` needs so much of it."""
 _ARRAY_EXT = 1
 _TRACE_EXT = 2
 _TRACE = struct.Struct("<5Q")
@@ -115,7 +116,7 @@ def encode_parts(obj: Any) -> list[Any]:
         body = msgspec.msgpack.Encoder(enc_hook=collector).encode(obj)
     except TypeError as error:
         raise WireError(f"cannot encode: {error}") from error
-    body_pad = bytes(_padding(_HEADER_BYTES + len(body)))
+    body_pad = bytes(_padding(HEADER_BYTES + len(body)))
     tail: list[Any] = [body, body_pad, *collector.parts]
     crc = 0
     for part in tail:
@@ -136,17 +137,17 @@ def frame_length(header: bytes | memoryview) -> int:
         WireError: not a header of this format, or of a newer one.
     """
     body, arrays, _ = _parse_header(memoryview(header))
-    return _HEADER_BYTES + body + _padding(_HEADER_BYTES + body) + arrays
+    return HEADER_BYTES + body + _padding(HEADER_BYTES + body) + arrays
 
 
 def _parse_header(view: memoryview) -> tuple[int, int, int]:
-    if len(view) < _HEADER_BYTES:
-        raise WireError(f"truncated header: {len(view)} of {_HEADER_BYTES} bytes")
+    if len(view) < HEADER_BYTES:
+        raise WireError(f"truncated header: {len(view)} of {HEADER_BYTES} bytes")
     head = view[: _HEADER.size]
     magic, version, _, body, arrays, crc = _HEADER.unpack(head)
     if magic != MAGIC:
         raise WireError(f"not a Miles frame: it starts with {bytes(magic)!r}, expected {MAGIC!r}")
-    (head_crc,) = struct.unpack("<I", view[_HEADER.size : _HEADER_BYTES])
+    (head_crc,) = struct.unpack("<I", view[_HEADER.size : HEADER_BYTES])
     if zlib.crc32(head) != head_crc:
         raise WireError("corrupted header: its checksum does not match")
     if version > FORMAT_VERSION:
@@ -162,12 +163,12 @@ def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:
     """
     view = memoryview(data).cast("B").toreadonly()
     body_length, array_length, crc = _parse_header(view)
-    body_end = _HEADER_BYTES + body_length
+    body_end = HEADER_BYTES + body_length
     start = body_end + _padding(body_end)
     total = start + array_length
     if len(view) != total:
         raise WireError(f"frame is {len(view)} bytes long, its header says {total}")
-    if zlib.crc32(view[_HEADER_BYTES:]) != crc:
+    if zlib.crc32(view[HEADER_BYTES:]) != crc:
         raise WireError("corrupted frame: its checksum does not match")
     section = view[start:]
 
@@ -181,7 +182,7 @@ def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:
     try:
         # An array arrives through ext_hook already; dec_hook only tells msgspec that it is what was asked for.
         decoder = msgspec.msgpack.Decoder(type, ext_hook=array, dec_hook=_expect_array)
-        return decoder.decode(view[_HEADER_BYTES:body_end])
+        return decoder.decode(view[HEADER_BYTES:body_end])
     except (msgspec.MsgspecError, struct.error, ValueError) as error:
         raise WireError(f"frame does not hold a valid {getattr(type, '__name__', type)}: {error}") from error
 

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar, cast
 from miles_contracts import WireError, wire
 
 M = TypeVar("M")
-_HEADER_BYTES = 32
 _OFF_LOOP_BYTES = 2**20
 """Frames larger than this (about a millisecond of checksums) are decoded in a thread."""
 _MAX_INBOX_FRAMES = 256
@@ -33,7 +32,7 @@ class FrameAssembler:
         self._begin()
 
     def _begin(self) -> None:
-        self._frame, self._have, self._sized = bytearray(_HEADER_BYTES), 0, False
+        self._frame, self._have, self._sized = bytearray(wire.HEADER_BYTES), 0, False
 
     @property
     def room(self) -> memoryview:
@@ -51,7 +50,7 @@ class FrameAssembler:
             return None
         if not self._sized:
             whole = bytearray(wire.frame_length(memoryview(self._frame)))
-            whole[:_HEADER_BYTES] = self._frame
+            whole[: wire.HEADER_BYTES] = self._frame
             self._frame, self._sized = whole, True
             if self._have < len(whole):
                 return None

@@ -19,10 +19,8 @@ from miles_loop.trainer_client import Incoming
 
 EngineSpec = Callable[[int, str, int], ProcessSpec]
 """(index, host to listen on, port) -> the process of that engine."""
-TrainerSpec = Callable[[int, str], ProcessSpec]
-"""(rank, how it reaches the driver) -> the process of that trainer rank."""
-WorkerSpec = Callable[[int, str], ProcessSpec]
-"""(index, how it reaches the driver) -> the process of that rollout worker."""
+LinkedSpec = Callable[[int, str], ProcessSpec]
+"""(rank, or index of the rollout worker; how it reaches the driver) -> the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +32,8 @@ class HostedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class HostedTrainer:
-    """A trainer process that is ready to be started, and the driver's end of its connection."""
-
-    process: Process
-    connection: socket.socket | Incoming
-
-
-@dataclass(frozen=True, slots=True)
-class HostedWorker:
-    """A rollout worker that is ready to be started, and the driver's end of its connection."""
+class Linked:
+    """A trainer rank or a rollout worker that is ready to be started, and the driver's end of its connection."""
 
     process: Process
     connection: socket.socket | Incoming
@@ -58,13 +48,13 @@ class Host(Protocol):
     async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
         """Find room for so many engines and rollout workers, and for the trainer's ranks when they are to be."""
 
-    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
+    def make_trainer(self, rank: int, spec: LinkedSpec) -> Linked:
         """The process of one trainer rank, not started; they are made in order."""
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, not started."""
 
-    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+    def make_worker(self, index: int, spec: LinkedSpec) -> Linked:
         """One rollout worker, not started; made anew for every start, once the one before is stopped."""
 
     def trainer_address(self) -> str | None:
@@ -100,11 +90,9 @@ class LocalHost:
         """There is always room here."""
         self._engines = engines
 
-    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
+    def make_trainer(self, rank: int, spec: LinkedSpec) -> Linked:
         """A child that inherits its end of a socket pair."""
-        ours, theirs = socket.socketpair()
-        made = spec(rank, str(theirs.fileno()))
-        return HostedTrainer(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
+        return self._linked(rank, spec)
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """Children that listen on ports which are kept for them.
@@ -124,11 +112,14 @@ class LocalHost:
             made.append(HostedEngine(process.url, process))
         return made
 
-    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+    def make_worker(self, index: int, spec: LinkedSpec) -> Linked:
         """A child that inherits its end of a socket pair."""
+        return self._linked(index, spec)
+
+    def _linked(self, number: int, spec: LinkedSpec) -> Linked:
         ours, theirs = socket.socketpair()
-        made = spec(index, str(theirs.fileno()))
-        return HostedWorker(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
+        made = spec(number, str(theirs.fileno()))
+        return Linked(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
 
     def trainer_address(self) -> str | None:
         """`sync.host` is right."""

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 from miles_contracts import InvalidFieldError
+from miles_loop.compose import make_filter
 from miles_loop.config import RunConfig, RuntimeKind
 from miles_loop.gateway import require_router
 from miles_loop.models import num_experts
 from miles_loop.ports import choose_ports
 from miles_loop.preflight import starts_dedicated
 from miles_loop.runtime import require_runtime
+from miles_loop.scoring import names_function
 from miles_loop.sglang_engine import require_sglang
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.imports import load_object
@@ -47,15 +49,12 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
 def _check_functions(config: RunConfig) -> None:
     """Import what the user has named, where the driver runs: what it raises here, it would raise later."""
     task = config.task
-    named = {
-        "task.agent": task.agent,
-        "task.reward": task.reward,
-        "task.eval_reward": task.eval_reward,
-        "rollout.filter": config.rollout.filter,
-    }
-    for field, name in named.items():
-        if name is not None and ":" in name and not name.startswith(("http://", "https://")):
-            load_object(name, field=field)
+    if task.agent is not None:
+        load_object(task.agent, field="task.agent")
+    for field, reward in (("task.reward", task.reward), ("task.eval_reward", task.eval_reward)):
+        if reward is not None and names_function(reward):
+            load_object(reward, field=field)
+    make_filter(config.rollout.filter)
 
 
 def check_room(config: RunConfig, available: int | None) -> None:

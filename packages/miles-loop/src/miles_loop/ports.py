@@ -75,7 +75,7 @@ class Port:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((self._address[0], number, *self._address[2:]))
-        except BaseException:
+        except BaseException:  # nothing stays open, whatever ended this
             made.close()
             raise
         return made

@@ -9,14 +9,13 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import traceback
 
 from miles_loop import rollout_link as link
 from miles_loop.frames import FrameLink
 from miles_loop.rollout_server import RolloutService
-from miles_loop.tcp_link import connect
+from miles_loop.tcp_link import linked
 
 
 async def _serve(where: str) -> None:
@@ -24,7 +23,7 @@ async def _serve(where: str) -> None:
     serving = asyncio.current_task()
     assert serving is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-    sock = socket.socket(fileno=int(where)) if where.isdigit() else await asyncio.to_thread(connect, where)
+    sock = await asyncio.to_thread(linked, where)
     service = RolloutService()
     connection: FrameLink[link.ToWorker] = await FrameLink.open(sock, link.ToWorker, service.take)
     try:

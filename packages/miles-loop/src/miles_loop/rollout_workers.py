@@ -28,7 +28,7 @@ from miles_loop.audit import EngineRecords
 from miles_loop.config import RunConfig, TaskSourceKind
 from miles_loop.errors import ProcessDiedError, RunError
 from miles_loop.fleet_view import FleetView
-from miles_loop.hosts import HostedWorker
+from miles_loop.hosts import Linked
 from miles_loop.late import PROCESS_LATE_S, said_when_late
 from miles_loop.processes import Process, ProcessSpec
 from miles_loop.rollout_client import RolloutClient, WorkerLostError
@@ -90,12 +90,14 @@ class RolloutWorkers:
         config: of the run.
         notice_s: how long it may take until the end of a process is known.
         on_event: told, in words, what happened to workers.
+
+    Attributes:
         on_failed: told why the run cannot go on, when the last worker is given up.
     """
 
     def __init__(
         self,
-        make: Callable[[int], HostedWorker],
+        make: Callable[[int], Linked],
         count: int,
         *,
         start: link.Start,
@@ -190,7 +192,7 @@ class RolloutWorkers:
             await _let_go(hosted, client)
             remedy = f"see {process.log}, or raise engine.start_timeout_s"
             raise DeadlineExceededError(f"rollout worker {process.name}", self._start_timeout_s, remedy) from None
-        except BaseException:
+        except BaseException:  # no process stays behind, whatever ended this
             await _let_go(hosted, client)
             raise
         finally:
@@ -365,7 +367,7 @@ async def _raise_death(process: Process) -> None:
     raise await process.died()
 
 
-async def _let_go(hosted: HostedWorker, client: RolloutClient) -> None:
+async def _let_go(hosted: Linked, client: RolloutClient) -> None:
     """Of a worker that did not start."""
     await client.close()
     if not client.opened:

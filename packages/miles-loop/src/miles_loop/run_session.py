@@ -58,8 +58,7 @@ class RunSession:
         self._resumed = resumed
         self._checkpoint = newest_checkpoint(folder.checkpoints) if resumed is not None else None
         self._driver: Driver | None = None
-        self._stop_signals = 0
-        self._signalled = ""
+        self._signals: list[str] = []
         self.progress = Progress(steps=config.steps)
         if resumed is not None:
             self._restore_progress(resumed)
@@ -92,7 +91,7 @@ class RunSession:
             raise
         except asyncio.CancelledError:
             early = "" if self.progress.step else " before the first step"
-            what = "a second signal" if self._stop_signals > 1 else self._signalled + early
+            what = "a second signal" if len(self._signals) > 1 else "".join(self._signals) + early
             self._end(RunStatus.INTERRUPTED, "interrupted", f"stopped at once by {what}")
             raise InterruptedRunError(what) from None
         except MilesError as error:
@@ -118,11 +117,11 @@ class RunSession:
 
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[None]) -> None:
         """The first signal asks the loop to stop after its step; the next one stops everything at once."""
-        self._stop_signals += 1
-        self._signalled = signal.Signals(number).name
-        if self._stop_signals == 1 and self._driver is not None:
-            self._display.note(f"{signal.Signals(number).name}: stopping after this step (again: at once)")
-            self._driver.stopped_by = signal.Signals(number).name
+        name = signal.Signals(number).name
+        self._signals.append(name)
+        if len(self._signals) == 1 and self._driver is not None:
+            self._display.note(f"{name}: stopping after this step (again: at once)")
+            self._driver.stopped_by = name
             self._driver.stop_requested.set()
         else:
             main.cancel()
@@ -142,7 +141,7 @@ class RunSession:
                         "there is no checkpoint to go back to; run with --checkpoint-every N to lose N steps at most"
                     )
                     raise error.advised(remedy) from error
-                if not restarts_left or checkpoint is None or self._stop_signals:
+                if not restarts_left or checkpoint is None or self._signals:
                     raise
                 restarts_left -= 1
                 self._event(f"{error}\ngoing back to {checkpoint}")

@@ -45,6 +45,15 @@ _LABELS: dict[str, LabelCheck] = {
 }
 
 
+def names_function(reward: str) -> bool:
+    """Whether a reward is named as a function of the user, `pkg.mod:fn`."""
+    return ":" in reward and not _is_address(reward)
+
+
+def _is_address(reward: str) -> bool:
+    return reward.startswith(("http://", "https://"))
+
+
 def label_check(config: TaskConfig, reward: str) -> LabelCheck | None:
     """What the built-in `reward` asks of a label, as why it cannot be used; None where labels are not its business.
 
@@ -90,7 +99,7 @@ def make_scoring(name: str, scope: RewardScope, *, field: str, service: ServiceF
     Raises:
         InvalidFieldError: unknown name, a function that cannot be imported or called, or a scope that does not fit.
     """
-    if name.startswith(("http://", "https://")) or name in _BUILTIN:
+    if _is_address(name) or name in _BUILTIN:
         if scope is not RewardScope.ANSWER:
             raise InvalidFieldError("task.reward_scope", scope.value, f"{name} scores single answers; leave it out")
         return Scoring(_BUILTIN[name]() if name in _BUILTIN else service(name))
@@ -125,8 +134,7 @@ def task_scoring(config: TaskConfig, reward_timeout_s: float) -> tuple[Scoring, 
     training = make_scoring(config.reward, config.reward_scope, field="task.reward", service=service)
     if config.eval_reward is None:
         return training, training
-    is_function = ":" in config.eval_reward and not config.eval_reward.startswith(("http://", "https://"))
-    scope = config.reward_scope if is_function else RewardScope.ANSWER
+    scope = config.reward_scope if names_function(config.eval_reward) else RewardScope.ANSWER
     return training, make_scoring(config.eval_reward, scope, field="task.eval_reward", service=service)
 
 

@@ -121,6 +121,15 @@ def connect(address: str, secret: str | None = None) -> socket.socket:
     return sock
 
 
+def linked(where: str) -> socket.socket:
+    """A process's end of its connection to the driver.
+
+    Args:
+        where: number of a connected socket that was inherited, or `host:port` of the driver (see `connect`).
+    """
+    return socket.socket(fileno=int(where)) if where.isdigit() else connect(where)
+
+
 def join_address(host: str, port: int) -> str:
     """`host:port`, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -25,7 +25,6 @@ from miles_loop.files import is_disk_full
 from miles_sync.messages import AnyBucket, GroupOffer
 
 R = TypeVar("R")
-_HEADER_BYTES = 32
 _REASONS = {
     "NonFiniteError": "non_finite",
     "CheckpointError": "damaged_checkpoint",
@@ -194,8 +193,8 @@ class TrainerClient:
         # checksums and packed routes of a large batch take tens of milliseconds
         self._writer.writelines(await asyncio.to_thread(wire.encode_parts, request))
         await self._writer.drain()
-        header = await self._reader.readexactly(_HEADER_BYTES)
-        rest = await self._reader.readexactly(wire.frame_length(header) - _HEADER_BYTES)
+        header = await self._reader.readexactly(wire.HEADER_BYTES)
+        rest = await self._reader.readexactly(wire.frame_length(header) - wire.HEADER_BYTES)
         return wire.decode(header + rest, link.Reply)  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from miles_loop import trainer_link as link
 from miles_loop.errors import ProcessDiedError, RunError, TrainerFailedError
-from miles_loop.hosts import HostedTrainer
+from miles_loop.hosts import Linked
 from miles_loop.trainer_client import LOST_GROUP, TrainerClient
 
 TRAINER = "trainer"
@@ -35,7 +35,7 @@ class TrainerGroup:
         step_timeout_s: of each request to rank 0.
     """
 
-    def __init__(self, made: Sequence[HostedTrainer], step_timeout_s: float) -> None:
+    def __init__(self, made: Sequence[Linked], step_timeout_s: float) -> None:
         self._processes = [one.process for one in made]
         self.client = TrainerClient(made[0].connection, step_timeout_s)
         self._others = [TrainerClient(one.connection, step_timeout_s) for one in made[1:]]

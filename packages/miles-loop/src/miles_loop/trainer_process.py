@@ -135,7 +135,7 @@ class TrainerService:
             metrics = self.trainer.train(step.shares[0])
         except (RankLostError, RanksDivergedError) as error:
             raise team.give_up(error) from error
-        except Exception:
+        except Exception:  # raised on; what the others answer must not be taken for answers to the next request
             team.drop_answers()
             raise
         done = team.answers(link.ShareDone)

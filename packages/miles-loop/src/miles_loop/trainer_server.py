@@ -17,10 +17,10 @@ from typing import NoReturn, Protocol
 
 from miles_contracts import MilesError, WeightUpdateError, wire
 from miles_loop import trainer_link as link
-from miles_loop.tcp_link import connect
+from miles_loop.frames import FrameAssembler
+from miles_loop.tcp_link import linked
 
 _log = logging.getLogger(__name__)
-_HEADER_BYTES = 32
 
 
 class Service(Protocol):
@@ -60,31 +60,17 @@ class Connection:
 
     def receive_frame(self) -> bytearray | None:
         """The next frame; None when the other side has closed the connection."""
-        header = self._read(_HEADER_BYTES)
-        if header is None:
-            return None
-        buffer = bytearray(wire.frame_length(header))
-        buffer[:_HEADER_BYTES] = header
-        view = memoryview(buffer)[_HEADER_BYTES:]
-        while view:
-            count = self._socket.recv_into(view)
+        assembler, frame = FrameAssembler(), None
+        while frame is None:
+            count = self._socket.recv_into(assembler.room)
             if not count:
                 return None
-            view = view[count:]
-        return buffer
+            frame = assembler.filled(count)
+        return frame
 
     def send(self, message: link.Reply | link.Request) -> None:
         """Send one frame."""
         self._socket.sendall(wire.encode(message))
-
-    def _read(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            part = self._socket.recv(count - len(data))
-            if not part:
-                return None
-            data += part
-        return data
 
 
 def serve(connection: Connection, start: Callable[[link.Start], Service], membership: Membership | None = None) -> bool:
@@ -146,14 +132,14 @@ def serve_process(where: str, start: Callable[[link.Start], Service], membership
     """Serve the driver, then end the process; SIGTERM ends it in order too.
 
     Args:
-        where: number of a connected socket that was inherited, or `host:port` of the driver (see `tcp_link`).
+        where: how the driver is reached (see `tcp_link.linked`).
         start: makes the service of a `Start` request.
         membership: of a process that may be a rank of a trainer group.
     """
     signal.signal(signal.SIGTERM, _end_in_order)
     status = 1
     try:
-        with socket.socket(fileno=int(where)) if where.isdigit() else connect(where) as sock:
+        with linked(where) as sock:
             serve(Connection(sock), start, membership)
         if membership is not None and (first := membership.next_driver()) is not None:
             _serve_first_rank(first, start)

@@ -117,7 +117,7 @@ class BroadcastSender:
             bucket, transfers = in_transfers(planned, self._in_place_bytes) if self.split else (planned, ())
             try:
                 placed, part_of, part_start = self._take(slot, bucket, transfers, export)
-            except BaseException:
+            except BaseException:  # whatever ended this:
                 # Nobody will be told to take part in what has been started.
                 self._abandon()
                 raise

@@ -13,13 +13,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import PeerBackendKind, RouterKind, RunConfig, TransportKind
-from miles_loop.hosts import EngineSpec, HostedEngine, HostedTrainer, HostedWorker, TrainerSpec, WorkerSpec
+from miles_loop.hosts import EngineSpec, HostedEngine, Linked, LinkedSpec
 from miles_loop.processes import ProcessSpec
 from miles_loop.ray_runtime.actor_process import ActorProcess, Settle, Settled
 from miles_loop.ray_runtime.cluster import Cluster
 from miles_loop.ray_runtime.placement import Bundle, plan
 from miles_loop.ray_runtime.supervisor import Place, Supervisor
 from miles_loop.ray_runtime.visibility import require_shared_memory, require_visible
+from miles_loop.rollout_workers import worker_name
 from miles_loop.run_folder import RunFolder
 from miles_loop.tcp_link import SECRET_VARIABLE, Listener, join_address
 from miles_loop.trainer_group import rank_name
@@ -70,20 +71,17 @@ class RayHost:
         if self._bundles:
             await self._cluster.reserve(self._bundles)
 
-    def make_trainer(self, rank: int, spec: TrainerSpec) -> HostedTrainer:
+    def make_trainer(self, rank: int, spec: LinkedSpec) -> Linked:
         """The process of a rank; it connects to the driver, and nobody else can."""
-        listener = Listener(self._address)
 
-        async def settle(actor: Any, place: Place) -> Settled:
-            await require_visible(actor, place, self._folders)
+        def placed(actor: Any, place: Place) -> None:
             if rank == 0:
                 self._trainer_actor = (actor, place)
                 self._trainer_placed.set()
-            return Settled(self._with_environment(spec(rank, listener.address), {SECRET_VARIABLE: listener.secret}))
 
-        process = self._process(rank_name(rank), rank, settle)
+        process, listener = self._linked(rank_name(rank), rank, rank, spec, placed)
         self._trainers.append(process)
-        return HostedTrainer(process, listener)
+        return Linked(process, listener)
 
     async def make_engines(self, spec: EngineSpec) -> Sequence[HostedEngine]:
         """The engine processes, their actors placed.
@@ -112,16 +110,10 @@ class RayHost:
         await _together([process.reserve() for process in (*trainers, *engines)])
         return [HostedEngine(str(engine.url), engine) for engine in engines]
 
-    def make_worker(self, index: int, spec: WorkerSpec) -> HostedWorker:
+    def make_worker(self, index: int, spec: LinkedSpec) -> Linked:
         """A rollout worker; it connects to the driver, and nobody else can."""
-        listener = Listener(self._address)
-
-        async def settle(actor: Any, place: Place) -> Settled:
-            await require_visible(actor, place, self._folders)
-            return Settled(self._with_environment(spec(index, listener.address), {SECRET_VARIABLE: listener.secret}))
-
         bundle = len(self._bundles) - self._workers + index
-        return HostedWorker(self._process(f"rollout-{index}", bundle, settle), listener)
+        return Linked(*self._linked(worker_name(index), bundle, index, spec))
 
     def trainer_address(self) -> str | None:
         """That of the trainer's node, unless the settings name another one (of a faster network, say)."""
@@ -137,6 +129,25 @@ class RayHost:
     async def close(self) -> None:
         """Give the room back and leave the cluster."""
         await self._cluster.close()
+
+    def _linked(
+        self,
+        name: str,
+        bundle: int,
+        number: int,
+        spec: LinkedSpec,
+        placed: Callable[[Any, Place], None] | None = None,
+    ) -> tuple[ActorProcess, Listener]:
+        """A process that connects to the driver with a secret of its own; `placed` is told once it has a node."""
+        listener = Listener(self._address)
+
+        async def settle(actor: Any, place: Place) -> Settled:
+            await require_visible(actor, place, self._folders)
+            if placed is not None:
+                placed(actor, place)
+            return Settled(self._with_environment(spec(number, listener.address), {SECRET_VARIABLE: listener.secret}))
+
+        return self._process(name, bundle, settle), listener
 
     def _process(self, name: str, index: int, settle: Settle) -> ActorProcess:
         def make() -> Any:
