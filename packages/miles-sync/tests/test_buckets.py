@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from miles_contracts import DTYPE_BYTES, InvalidFieldError, TensorSpec
 from miles_sync import is_expert, plan_buckets
-from miles_sync.buckets import in_transfers
 
 dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -110,30 +109,3 @@ def test_packed_buckets_have_no_gaps_and_every_tensor_begins_where_its_dtype_can
         assert bucket.num_bytes == end
         assert end <= bucket_bytes or (not split and len(bucket.pieces) == 1)
     assert covered == {s.name: s.num_bytes for s in specs}
-
-
-@given(specs=spec_lists(), bucket_bytes=st.integers(64, 20_000), own_bytes=st.integers(1, 3000))
-def test_transfers_bring_every_piece_and_large_ones_on_their_own(
-    specs: list[TensorSpec], bucket_bytes: int, own_bytes: int
-) -> None:
-    for planned in plan_buckets(specs, bucket_bytes):
-        bucket, transfers = in_transfers(planned, own_bytes)
-        assert [(p.spec, p.start, p.num_bytes) for p in bucket.pieces] == [
-            (p.spec, p.start, p.num_bytes) for p in planned.pieces
-        ]
-        assert bucket.num_bytes <= bucket_bytes
-        end = 0
-        for begin, length in transfers:
-            assert begin >= end
-            end = begin + length
-        assert end == bucket.num_bytes
-        large = [(p.offset, p.num_bytes) for p in bucket.pieces if p.num_bytes >= own_bytes]
-        assert list(transfers[: len(large)]) == large
-        assert len(transfers) == len(large) + (len(large) < len(bucket.pieces))
-        spans = sorted((p.offset, p.offset + p.num_bytes) for p in bucket.pieces)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-        for piece in bucket.pieces:
-            assert piece.offset % 64 == 0
-            if piece.num_bytes < own_bytes:
-                begin, length = transfers[-1]
-                assert begin <= piece.offset <= piece.offset + piece.num_bytes <= begin + length

@@ -5,8 +5,8 @@
     receiver         | recv 0 | recv 1 | recv 2
     verify                    | put 0  | put 1     verifying a transfer overlaps receiving the next
 
-On one machine both ends are busy with copying through the kernel, so little else may touch the bytes: large tensors
-are sent from where they are, and all stay where they arrive, in memory that the version before the last one has left.
+On one machine both ends are busy with copying through the kernel, so little else may touch the bytes: what can be is
+sent from where it is, and all stays where it arrives, in memory that the version before the last one has left.
 
 Metadata goes through the control plane, so a receiver enters a collective only after it has been told what comes and
 in which group; a receiver that is gone makes the control plane fail, not the collective hang unseen. Groups and
@@ -16,27 +16,29 @@ buffers are those of SGLang's `/init_weights_update_group` and `flattened_bucket
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
 from miles_contracts import InvalidFieldError, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
-from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, in_transfers, plan_buckets
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, plan_buckets
 from miles_sync.export import CheckedExport
 from miles_sync.filling import fill_bucket
 from miles_sync.group import Group, Lane, Meeting
 from miles_sync.messages import BroadcastBucket, GroupOffer
+from miles_sync.outgoing import IN_PLACE_BYTES, Outgoing
 from miles_sync.staging import Receiver, Staging
-from miles_sync.tensors import Bytes, digest_bytes, fetch_with_digest
+from miles_sync.tensors import Bytes, fetch_with_digest
 
 SENDER_RANK = 0
 
-IN_PLACE_BYTES = 8 << 20
-"""Tensors of this size are sent from where they are. With gloo, a collective of its own costs more processor time than
-copying 4 MiB and less than copying 16 MiB."""
+_Taken = tuple[int, tuple[tuple[int, int], ...], tuple[tuple[ShmTensor, ...], TensorSpec | None, int]]
+"""Bytes of a bucket; its transfers, none when it is one; as `fill_bucket`."""
 
 
 class BroadcastSender:
@@ -51,7 +53,7 @@ class BroadcastSender:
         digests: whether specs carry digests.
         split: False keeps a tensor larger than a bucket whole and packs every bucket, which SGLang needs; may be
             changed between updates.
-        in_place_bytes: tensors of at least this size are sent from where they are, unless buckets are packed.
+        in_place_bytes: memory of at least this size is sent from where it is, unless buckets are packed.
     """
 
     def __init__(
@@ -114,9 +116,9 @@ class BroadcastSender:
         for planned in plan:
             slot = self._slots[planned.index % 2]
             self._finish(slot)
-            bucket, transfers = in_transfers(planned, self._in_place_bytes) if self.split else (planned, ())
+            take = self._take if self.split else self._take_packed
             try:
-                placed, part_of, part_start = self._take(slot, bucket, transfers, export)
+                num_bytes, transfers, (placed, part_of, part_start) = take(slot, planned, export)
             except BaseException:  # whatever ended this:
                 # Nobody will be told to take part in what has been started.
                 self._abandon()
@@ -126,10 +128,10 @@ class BroadcastSender:
                 host=self._meeting.host,
                 port=self._meeting.port,
                 receivers=self._receivers,
-                num_bytes=bucket.num_bytes,
+                num_bytes=num_bytes,
                 tensors=placed,
                 update_id=update_id,
-                index=bucket.index,
+                index=planned.index,
                 transfers=transfers,
                 part_of=part_of,
                 part_start=part_start,
@@ -166,25 +168,34 @@ class BroadcastSender:
             timeout_s=self._meeting.timeout_s,
         )
 
-    def _take(
-        self, slot: _Slot, bucket: Bucket, transfers: Sequence[tuple[int, int]], export: CheckedExport
-    ) -> tuple[tuple[ShmTensor, ...], TensorSpec | None, int]:
-        """Start the collectives of a bucket, in the order of `transfers`; as `fill_bucket`."""
-        begin = max(transfers)[0] if transfers else 0
-        packed = [p for p in bucket.pieces if not transfers or p.num_bytes < self._in_place_bytes]
-        memory = slot.room(max((p.offset + p.num_bytes - begin for p in packed), default=0))
+    def _take(self, slot: _Slot, bucket: Bucket, export: CheckedExport) -> _Taken:
+        """Start the collectives of a bucket."""
+        outgoing = Outgoing(
+            partial(self._start, slot),
+            slot.room(bucket.num_bytes),
+            digests=self._digests,
+            in_place_bytes=self._in_place_bytes,
+        )
+        placed, part_of, part_start = fill_bucket(bucket, export, outgoing.put, digests=self._digests)
+        outgoing.finish()
+        self._started(slot)
+        moved = tuple(msgspec.structs.replace(p, offset=at) for p, at in zip(placed, outgoing.offsets, strict=True))
+        return outgoing.num_bytes, tuple(outgoing.transfers), (moved, part_of, part_start)
+
+    def _take_packed(self, slot: _Slot, bucket: Bucket, export: CheckedExport) -> _Taken:
+        """As `_take`, by one collective in which everything lies as it was planned."""
+        memory = slot.room(bucket.num_bytes)
 
         def deliver(piece: Piece, data: torch.Tensor) -> str | None:
-            if transfers and piece.num_bytes >= self._in_place_bytes:
-                self._start(slot, data)
-                return digest_bytes(data.cpu().numpy()) if self._digests else None
-            target = memory[piece.offset - begin :][: piece.num_bytes]
-            return fetch_with_digest(data, target, digests=self._digests)
+            return fetch_with_digest(data, memory[piece.offset :][: piece.num_bytes], digests=self._digests)
 
         described = fill_bucket(bucket, export, deliver, digests=self._digests)
         self._start(slot, torch.from_numpy(memory))
+        self._started(slot)
+        return bucket.num_bytes, (), described
+
+    def _started(self, slot: _Slot) -> None:
         slot.over = self._lane.submit(partial(_wait, self._group, tuple(slot.started)))
-        return described
 
     def _start(self, slot: _Slot, data: torch.Tensor) -> None:
         if not len(data):
@@ -291,9 +302,8 @@ class BroadcastReceiver(Receiver):
         try:
             _check_inside(transfers, bucket.num_bytes)
             arriving = [self._receive(group, memory[begin : begin + length]) for begin, length in transfers]
-            for (begin, length), arrived in zip(transfers, arriving, strict=True):
+            for here, arrived in zip(_by_transfer(bucket.tensors, transfers), arriving, strict=True):
                 arrived()
-                here = [t for t in bucket.tensors if begin <= t.offset <= t.offset + t.spec.num_bytes <= begin + length]
                 self._verifying.append(self._verifier.submit(partial(_verify, staging, bucket, here, memory)))
         except RuntimeError as error:
             self._leave()
@@ -375,7 +385,21 @@ def _verify(staging: Staging, bucket: BroadcastBucket, tensors: Sequence[ShmTens
             staging.put(placed.spec, data, bucket.part_of, bucket.part_start)
 
 
+def _by_transfer(tensors: Sequence[ShmTensor], transfers: Sequence[tuple[int, int]]) -> list[list[ShmTensor]]:
+    """For each transfer the tensors that it brings whole."""
+    begins = [begin for begin, _ in transfers]
+    out: list[list[ShmTensor]] = [[] for _ in transfers]
+    for placed in tensors:
+        number = bisect_right(begins, placed.offset) - 1
+        if number >= 0 and placed.offset + placed.spec.num_bytes <= sum(transfers[number]):
+            out[number].append(placed)
+    return out
+
+
 def _check_inside(transfers: Sequence[tuple[int, int]], num_bytes: int) -> None:
+    end = 0
     for begin, length in transfers:
-        if begin < 0 or length < 0 or begin + length > num_bytes:
-            raise WeightUpdateError(f"a transfer of bytes [{begin}, {begin + length}) in a bucket of {num_bytes}")
+        if begin < end or length < 0 or begin + length > num_bytes:
+            after = f"after byte {end}, in a bucket of {num_bytes}"
+            raise WeightUpdateError(f"a transfer of bytes [{begin}, {begin + length}) {after}")
+        end = begin + length

@@ -59,40 +59,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pieces) == 1 and not self.pieces[0].whole
 
 
-def in_transfers(bucket: Bucket, own_bytes: int) -> tuple[Bucket, tuple[tuple[int, int], ...]]:
-    """Lay a bucket out for sending large pieces from where they are: each is a transfer of its own.
-
-    A transfer costs a fixed time and packing costs a copy, so all smaller pieces share one transfer, the last.
-
-    Args:
-        bucket: planned with aligned offsets.
-        own_bytes: pieces of at least this size travel on their own.
-
-    Returns:
-        The bucket, its pieces in the order they had, at other offsets; (first byte, length) of each transfer in the
-        order of sending.
-    """
-    offsets: dict[int, int] = {}
-    transfers: list[tuple[int, int]] = []
-    end = 0
-    small = [n for n, piece in enumerate(bucket.pieces) if piece.num_bytes < own_bytes]
-    for number, piece in enumerate(bucket.pieces):
-        if piece.num_bytes >= own_bytes:
-            offsets[number] = end
-            transfers.append((end, piece.num_bytes))
-            end += piece.num_bytes + -piece.num_bytes % ALIGNMENT
-    begin, length = end, 0
-    for number in small:
-        offsets[number] = end
-        end += bucket.pieces[number].num_bytes
-        length = end - begin
-        end += -end % ALIGNMENT
-    if small:
-        transfers.append((begin, length))
-    pieces = [msgspec.structs.replace(piece, offset=offsets[n]) for n, piece in enumerate(bucket.pieces)]
-    return msgspec.structs.replace(bucket, pieces=tuple(pieces)), tuple(transfers)
-
-
 def is_expert(name: str) -> bool:
     """True for the parameters of routed experts (not for the router, nor for shared experts)."""
     return _EXPERT.search(name) is not None
