@@ -14,6 +14,7 @@ from sync_processes import Child
 
 from miles_contracts import InvalidFieldError
 from miles_sync.convert import local_layout, local_tensors
+from miles_sync.buckets import aligned
 from miles_sync.gathering import gather_tensors, plan_gather, send_shards
 from miles_sync.group import Meeting
 from miles_sync.layout import Layout
@@ -101,3 +102,16 @@ def test_the_experts_of_a_gather_come_last() -> None:
     assert all(".experts." in n for n in names[first_expert:])
     single = gather_tensors(None, layouts.fsdp(1), layouts.weights(), plan_gather(layouts.fsdp(1), 500))
     assert same_bits(dict(single), layouts.weights())
+
+
+def test_tensors_of_a_round_lie_side_by_side_in_one_block() -> None:
+    import sync_layouts as layouts
+
+    plan = plan_gather(layouts.fsdp(1), 500)
+    gathered = dict(gather_tensors(None, layouts.fsdp(1), layouts.weights(), plan))
+    for specs in plan.rounds:
+        first, end = gathered[specs[0].name], 0
+        for spec in specs:
+            assert gathered[spec.name].data_ptr() == first.data_ptr() + end
+            assert gathered[spec.name].untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            end = aligned(end + spec.num_bytes)

@@ -21,6 +21,11 @@ DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 _EXPERT = re.compile(r"\.experts(\.|$)")
 
 
+def aligned(num_bytes: int) -> int:
+    """The next multiple of the alignment."""
+    return num_bytes + -num_bytes % ALIGNMENT
+
+
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive bytes of one tensor inside one bucket.
 
@@ -114,7 +119,7 @@ def _pack(specs: Sequence[TensorSpec], capacity: int, packed: bool, split: bool)
             for start in range(0, size, capacity):
                 yield [Piece(spec=spec, start=start, num_bytes=min(capacity, size - start), offset=0)]
             continue
-        offset = end if packed else end + -end % ALIGNMENT
+        offset = end if packed else aligned(end)
         if open_pieces and (offset + size > capacity or offset % DTYPE_BYTES[spec.dtype]):
             yield open_pieces
             open_pieces, offset = [], 0

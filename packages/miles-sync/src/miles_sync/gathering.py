@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from miles_contracts import DTYPE_BYTES, TensorSpec
-from miles_sync.buckets import plan_buckets
+from miles_sync.buckets import aligned, plan_buckets
 from miles_sync.group import Group
 from miles_sync.layout import Layout, whole
 from miles_sync.runs import put_runs, take_runs
-from miles_sync.tensors import Bytes, flat_bytes, from_bytes
+from miles_sync.tensors import Bytes, flat_bytes, torch_dtype
 from miles_sync.transfer import Transfer, plan_transfers, runs
 
 ROOT = 0
@@ -111,8 +111,13 @@ def _assemble(
     grouped: dict[str, list[Transfer]] = {}
     for transfer in transfers:
         grouped.setdefault(transfer.name, []).append(transfer)
+    # Side by side in one block: a sender finds them in place, as one transfer.
+    block = torch.empty(sum(aligned(spec.num_bytes) for spec in specs), dtype=torch.uint8)
+    end = 0
     for spec in specs:
-        out: Bytes = np.empty(spec.num_bytes, np.uint8)
+        flat = block[end : end + spec.num_bytes]
+        end += aligned(spec.num_bytes)
+        out: Bytes = flat.numpy()
         for transfer in grouped.get(spec.name, ()):
             if transfer.source == ROOT:
                 packed = _pack(transfer, own[transfer.source_stored], stored)
@@ -121,7 +126,7 @@ def _assemble(
                 packed = messages[transfer.source][start : start + transfer.num_bytes]
                 taken[transfer.source] = start + transfer.num_bytes
             _unpack(transfer, spec, packed, out)
-        yield spec.name, from_bytes(out, spec)
+        yield spec.name, flat.view(torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
 def _pack(transfer: Transfer, source: TensorSpec, stored: Tensors) -> Bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from miles_sync.buckets import ALIGNMENT, Piece
+from miles_sync.buckets import Piece, aligned
 from miles_sync.tensors import Bytes, digest_bytes
 
 IN_PLACE_BYTES = 8 << 20
@@ -23,11 +23,6 @@ copying 4 MiB and less than copying 16 MiB."""
 TRANSFER_BYTES = 16 << 20
 """A transfer ends with the tensor that fills it: what has come is verified while the next one comes, and is still in
 a cache then."""
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment."""
-    return num_bytes + -num_bytes % ALIGNMENT
 
 
 class Outgoing:
