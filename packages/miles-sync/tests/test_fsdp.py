@@ -13,8 +13,8 @@ from sync_fleet import same_bits
 from sync_processes import Child
 
 from miles_contracts import InvalidFieldError
-from miles_sync.convert import local_layout, local_tensors
 from miles_sync.buckets import aligned
+from miles_sync.convert import local_layout, local_tensors
 from miles_sync.gathering import gather_tensors, plan_gather, send_shards
 from miles_sync.group import Meeting
 from miles_sync.layout import Layout
