@@ -27,7 +27,7 @@ from miles_contracts import (
 )
 from miles_rollout.engine_answers import batch_body, generate_body, mapping, parse_version, result_of, routing_fields
 from miles_rollout.engine_http import Deadlines, EngineHttp, beside_loop, message_of, require_success
-from miles_rollout.engine_identity import EngineIdentity, EngineKind, identity_of, require_supported
+from miles_rollout.engine_identity import EngineIdentity, EngineKind, context_tokens, identity_of, require_supported
 from miles_rollout.engine_stream import GrowingAnswer, PartialResult
 from miles_rollout.engine_weights import WeightCalls
 from miles_rollout.routing_rows import RoutingRows
@@ -134,6 +134,10 @@ class EngineClient(WeightCalls):
         """`/server_info` as the engine gives it."""
         answer = await self._http.call("GET", "/server_info", None, "server info", self._deadlines.control)
         return mapping(answer, self._url, "/server_info")
+
+    async def context_tokens(self) -> int | None:
+        """Most tokens of a prompt and its completion; None when the engine does not say. Asked anew each time."""
+        return context_tokens(await self.server_info())
 
     async def weight_version(self) -> int | None:
         """Number of optimiser updates in the weights; None when the engine does not know it."""

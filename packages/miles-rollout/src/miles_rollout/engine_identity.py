@@ -61,6 +61,21 @@ def identity_of(info: Mapping[str, Any]) -> EngineIdentity:
     )
 
 
+def context_tokens(info: Mapping[str, Any]) -> int | None:
+    """Most tokens of a prompt and its completion that an answer of `/server_info` leaves room for; None: not said.
+
+    SGLang says what it takes as a prompt, which is a few tokens short of what it holds; the embedded engine says what
+    the model was made for and what its cache holds.
+    """
+    said = ("max_req_input_len",) if _number(info, "max_req_input_len") else ("context_length", "kv_tokens")
+    return min((n for name in said if (n := _number(info, name)) is not None), default=None)
+
+
+def _number(info: Mapping[str, Any], name: str) -> int | None:
+    value = info.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
 def require_supported(engine: str, identity: EngineIdentity, *, routing: bool = False) -> None:
     """Refuse an engine that this package does not know, or that cannot do what a run needs.
 

@@ -135,6 +135,31 @@ async def test_tools_over_several_turns(trained: tuple[Path, Any], engine_url: s
     assert {s.version for s in trajectory.version_spans} == {0} or trajectory.has_unknown_version
 
 
+@pytest.fixture(scope="module")
+def command_url(trained: tuple[Path, Any], engine_url: str) -> Iterator[str]:
+    """`miles-session` in front of the engine."""
+    command = [sys.executable, "-m", "miles_rollout.session.cli", "--engine", engine_url, "--model", str(trained[0])]
+    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[1]
+        process.terminate()
+
+
+async def test_the_command_learns_the_context_of_its_engine(command_url: str) -> None:
+    async with aiohttp.ClientSession() as http, http.post(f"{command_url}/sessions") as opened:
+        base = command_url + (await opened.json())["base_url"]
+    client = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0)
+    assert (await client.models.list()).data[0].max_model_len == 4096
+    long = [{"role": "user", "content": "x" * 5000}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="policy", messages=long, max_tokens=4)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    short = [{"role": "user", "content": QUESTION}]
+    answer = await client.chat.completions.create(model="policy", messages=short, max_tokens=4)
+    assert 1 <= answer.usage.completion_tokens <= 4
+    await client.close()
+
+
 async def test_a_forced_call_is_sampled_from_the_policy_itself(trained: tuple[Path, Any], engine_url: str) -> None:
     folder, model = trained
     renderer = load_renderer(folder, "qwen3")

@@ -128,7 +128,7 @@ async def test_limits(renderer) -> None:
     now[0] = 15.0
     assert service.sweep() == 1
     other = service.open()
-    with pytest.raises(ContextLengthError, match="the context holds 60"):
+    with pytest.raises(ContextLengthError, match="maximum context length is 60 tokens"):
         await ask(service, other, [user("x" * 80)])
     await ask(service, other, [user("x" * 20)], max_tokens=500)
     prompt, params = engine.calls[-1]
@@ -158,7 +158,7 @@ async def test_limits(renderer) -> None:
         ({"tools": {}}, "tools"),
         ({"functions": []}, "functions"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
-        ({"temperature": "hot"}, None),
+        ({"temperature": "hot"}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role"),

@@ -244,7 +244,8 @@ class EngineServer:
     async def server_info(self, request: web.Request) -> web.Response:
         """Configuration, how the model is run, and live numbers."""
         state = await self.on_model(self.core.state)
-        return json_response({**self.info, **state, "weight_version": self.core.weight_version})
+        more = {"context_length": self.core.scheduler.limits.context_length}
+        return json_response({**self.info, **state, **more, "weight_version": self.core.weight_version})
 
     async def get_weight_version(self, request: web.Request) -> web.Response:
         """The version of the weights that the next token is sampled under."""

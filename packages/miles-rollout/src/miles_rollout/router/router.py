@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,9 @@ class Router:
         config: deadlines and limits.
         version: weight version that engines must serve, None while that is not known.
         seed: of random placement.
+
+    Attributes:
+        on_admit: asked of each engine before it serves again; an error keeps it out for another round of checks.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Router:
         self._reissued = 0
         self._quarantined = 0
         self._taken = RouterCounts()
+        self.on_admit: Callable[[Engine], Awaitable[None]] | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -336,6 +340,8 @@ class Router:
         try:
             async with asyncio.timeout(self._config.health_deadline_s):
                 problem = await self._problem(engine, wanted)
+                if problem is None and self.on_admit is not None and self._table.slots[name].quarantine is not None:
+                    await self.on_admit(engine)
         except TimeoutError:
             problem = _Problem(f"no answer to a health check within {self._config.health_deadline_s:g} s")
         except EngineError as error:

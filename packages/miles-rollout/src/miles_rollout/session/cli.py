@@ -16,12 +16,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from miles_contracts import InvalidFieldError, MilesError
+from miles_contracts import Engine, EngineError, InvalidFieldError, MilesError
 from miles_rollout.command_line import OneLineParser, first_problem, print_problem
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.renderers import FAMILIES, load_renderer
 from miles_rollout.router import Router
 from miles_rollout.session.config import SessionConfig
+from miles_rollout.session.context import ContextWindow
 from miles_rollout.session.matching import ALL_REPAIRS, Repair
 from miles_rollout.session.server import SessionServer
 from miles_rollout.session.tree import Policy
@@ -108,7 +109,7 @@ def make_parser() -> OneLineParser:
     add("--num-experts", type=int, help="experts a layer of a mixture-of-experts model")
     add("--routing-layers", type=int, help="layers in SGLang's routing answers (its decoder layers)")
     add("--default-max-tokens", type=int, default=defaults.default_max_tokens, help="budget of a turn that names none")
-    add("--max-context-tokens", type=int, help="longest prompt plus completion")
+    add("--max-context-tokens", type=int, help="longest prompt plus completion (default: the engines')")
     add("--engine-timeout", type=float, default=defaults.engine_timeout_s, metavar="S", help="longest generation")
     add("--max-sessions", type=int, default=defaults.max_sessions, help="sessions open at a time")
     add("--max-nodes", type=int, default=defaults.max_nodes, help="turns a session may hold")
@@ -178,9 +179,9 @@ async def serve(options: argparse.Namespace, config: SessionConfig, token: str |
     async with contextlib.AsyncExitStack() as stack:
         for client in clients:
             stack.push_async_callback(client.close)
+        await _check_engines(clients, router, server.service.context)
         await router.start()
         stack.push_async_callback(router.close)
-        await _check_engines(clients)
         try:
             await stack.enter_async_context(server)
         except OSError as error:
@@ -194,17 +195,35 @@ async def serve(options: argparse.Namespace, config: SessionConfig, token: str |
         await stop.wait()
 
 
-async def _check_engines(clients: Sequence[EngineClient]) -> None:
-    """Of several engines some may come later; with none of them there is nothing to serve.
+async def _check_engines(clients: Sequence[EngineClient], router: Router, context: ContextWindow) -> None:
+    """Ask the engines how long a context they take, and any that come later before they serve.
+
+    Of several engines some may come later; with none of them there is nothing to serve.
 
     Raises:
         InvalidFieldError: no engine answers.
     """
+
+    async def ask(engine: Engine) -> None:
+        client = known[engine.url]
+        try:
+            context.note(client.url, await client.context_tokens())
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            context.note(client.url, None)  # an engine without the call that tells
+
+    known = {client.url: client for client in clients}
     missing = [client.url for client in clients if not await client.healthy()]
     if len(missing) == len(clients):
         raise InvalidFieldError("--engine", ",".join(missing), "no engine answers there; start it first")
-    for url in missing:
-        print(f"miles-session: warning: --engine {url} does not answer yet", file=sys.stderr)  # noqa: T201
+    for client in clients:
+        if client.url in missing:
+            print(f"miles-session: warning: --engine {client.url} does not answer yet", file=sys.stderr)  # noqa: T201
+            router.quarantine(client.url, "it did not answer at the start")
+        else:
+            await ask(client)
+    router.on_admit = ask
 
 
 def _not_listening(options: argparse.Namespace, error: OSError) -> InvalidFieldError:

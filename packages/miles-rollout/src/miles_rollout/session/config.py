@@ -35,7 +35,7 @@ class SessionConfig(BaseModel):
     default_max_tokens: _Positive = 1024
     """Budget of a turn for which neither the request nor the session names one."""
     max_context_tokens: _Positive | None = None
-    """Longest prompt plus completion; a turn's budget is cut to fit. None leaves it to the engine."""
+    """Longest prompt plus completion; a turn's budget is cut to fit. None goes by what engines say."""
     live_streams: bool = True
     """Stream chat content while the engine samples, if it can; otherwise streams are cut from the finished turn."""
     engine_timeout_s: _Seconds = 1800.0

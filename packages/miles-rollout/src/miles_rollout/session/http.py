@@ -24,14 +24,14 @@ from aiohttp import web
 
 from miles_contracts import wire
 from miles_rollout.session.errors import BadRequestError, BodyTooLargeError, SessionError, UnauthorizedError
-from miles_rollout.session.requests import OpenRequest, SamplingFields, decode_body
+from miles_rollout.session.requests import OpenBody, SamplingFields, decode_body
 from miles_rollout.session.responses import Answer, ChatStream, TextStream, chat_body, completion_body
 from miles_rollout.session.service import SessionService
 from miles_rollout.session.streaming import StreamedResponse
 from miles_rollout.session.turns import OnDelta
 
 _log = logging.getLogger(__name__)
-_OPEN = msgspec.json.Decoder(OpenRequest)
+_OPEN = msgspec.json.Decoder(OpenBody)
 _OFF_LOOP_BYTES = 4 << 20
 """Frames from this size on are written in a thread, so that the event loop keeps turning."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -114,7 +114,10 @@ class _Routes:
 
     async def models(self, request: web.Request) -> web.Response:
         self._service.get(request.match_info["id"])
-        return _json({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "miles"}]})
+        model: dict[str, Any] = {"id": self._model, "object": "model", "owned_by": "miles"}
+        if self._service.context.tokens is not None:
+            model["max_model_len"] = self._service.context.tokens
+        return _json({"object": "list", "data": [model]})
 
     async def open(self, request: web.Request) -> web.Response:
         body = await self._body(request)

@@ -15,6 +15,7 @@ import msgspec
 
 from miles_contracts import FunctionCall, Message, ToolCall
 from miles_rollout.session.errors import BadRequestError
+from miles_rollout.session.wrong_type import refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -64,7 +65,7 @@ def parse_messages(raw: bytes | memoryview, first_index: int = 0) -> tuple[Messa
     try:
         wire = _DECODER.decode(raw)
     except msgspec.ValidationError as error:
-        raise BadRequestError(f"messages: {error}", param="messages") from error
+        raise refused(error, root="messages", first_index=first_index) from error
     return tuple(_normalise(m, first_index + i) for i, m in enumerate(wire))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,9 +14,14 @@ from miles_rollout.session.matching import Repair
 from miles_rollout.session.messages import shorten
 from miles_rollout.session.nodes import Tools
 from miles_rollout.session.tree import Policy
+from miles_rollout.session.wrong_type import refused
 
 T = TypeVar("T")
 R = TypeVar("R", "ChatRequest", "CompletionRequest")
+Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Whole numbers that engines take."""
 NOTHING = msgspec.Raw(b"null")
 """A field that the client left out."""
 
@@ -32,16 +37,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     model: str = ""
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Count | None = None
     min_p: float | None = None
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -51,7 +56,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: msgspec.Raw = NOTHING
     parallel_tool_calls: bool | None = None
     tool_choice: str | dict[str, Any] | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -88,6 +93,20 @@ class OpenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, Any] = {}
 
 
+class _Pinned(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling that a session pins: a misspelt setting is refused, or all turns would be sampled otherwise."""
+
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 128
+    stop_token_ids: tuple[TokenId, ...] = ()
+    seed: Seed | None = None
+
+
+class OpenBody(OpenRequest, kw_only=True, forbid_unknown_fields=True):
+    """An `OpenRequest` off the wire."""
+
+    sampling: _Pinned | None = None
+
+
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Decode a request body.
 
@@ -101,7 +120,7 @@ def _decode(decode: Callable[[], T]) -> T:
     try:
         return decode()
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidFieldError) as error:
-        raise BadRequestError(f"request body: {error}") from error
+        raise refused(error) from error
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -144,7 +163,7 @@ def parse_tools(raw: bytes) -> Tools:
     try:
         tools = msgspec.json.decode(raw, type=list[dict[str, Any]] | None)
     except msgspec.ValidationError as error:
-        raise BadRequestError(f"tools: {error}", param="tools") from error
+        raise refused(error, root="tools") from error
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
@@ -232,7 +251,9 @@ def resolve_sampling(
     values = asked if base is None else {f: getattr(base, f) for f in _TRANSFORM}
     budget = max_tokens_of(request)
     if budget is not None and budget < 1:
-        raise BadRequestError(f"max_tokens: got {budget}; use a value >= 1", param="max_tokens")
+        newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+        name = "max_completion_tokens" if newer else "max_tokens"
+        raise BadRequestError(f"{name}: got {budget}; use a value >= 1", param=name)
     if pinned is not None:
         budget = pinned.max_new_tokens if budget is None else min(budget, pinned.max_new_tokens)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -261,8 +282,10 @@ def max_tokens_of(request: SamplingFields) -> int | None:
     return newer if newer is not None else request.max_tokens
 
 
-def fit_context(params: SamplingParams, prompt_tokens: int, max_context_tokens: int | None) -> SamplingParams:
-    """Cut the budget to what the context leaves.
+def fit_context(
+    params: SamplingParams, prompt_tokens: int, max_context_tokens: int | None, field: str
+) -> SamplingParams:
+    """Cut the budget to what the context leaves; `field` of the request holds the prompt.
 
     Raises:
         ContextLengthError: it leaves nothing.
@@ -272,9 +295,9 @@ def fit_context(params: SamplingParams, prompt_tokens: int, max_context_tokens: 
     room = max_context_tokens - prompt_tokens
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {prompt_tokens} tokens, the context holds {max_context_tokens}; "
+            f"this model's maximum context length is {max_context_tokens} tokens, and the prompt has {prompt_tokens}; "
             "end the episode, or compact the history in a branching session",
-            param="messages",
+            param=field,
         )
     if room >= params.max_new_tokens:
         return params

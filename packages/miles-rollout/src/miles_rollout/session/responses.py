@@ -33,6 +33,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         node: the turn.
         prompt_tokens: length of the whole prompt.
         malformed: why calls were delivered as content.
+        budget: tokens that the turn could have, where the context left fewer than were asked for.
         token_texts: text of each sampled token, only when log-probs were asked for.
         text: completions endpoint only, the decoded text.
     """
@@ -42,6 +43,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     node: Node
     prompt_tokens: int
     malformed: tuple[str, ...] = ()
+    budget: int | None = None
     token_texts: tuple[str, ...] | None = None
     text: str | None = None
 
@@ -70,10 +72,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return usage
 
     def extras(self) -> dict[str, Any]:
-        """What we add to a choice: which turn it is, and what could not be parsed."""
+        """What we add to a choice: which turn it is, what could not be parsed, and a budget that was cut."""
         extras: dict[str, Any] = {"turn": self.node.seq, "parent": self.node.parent and self.node.parent.seq}
         if self.malformed:
             extras["malformed_tool_calls"] = list(self.malformed)
+        if self.budget is not None:
+            extras["max_tokens"] = self.budget
         return extras
 
 

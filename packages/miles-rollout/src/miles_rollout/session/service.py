@@ -11,6 +11,7 @@ from miles_contracts import InvalidFieldError, Trajectory, TrajectoryIdentity
 from miles_rollout.renderers import Renderer
 from miles_rollout.session.audit import SessionCounters
 from miles_rollout.session.config import SessionConfig
+from miles_rollout.session.context import ContextWindow
 from miles_rollout.session.errors import BadRequestError, SessionLimitError, SessionNotFoundError
 from miles_rollout.session.fields import UnknownFields
 from miles_rollout.session.matching import load_matcher
@@ -39,6 +40,9 @@ class SessionService:
         renderer: the model family's renderer.
         config: policies and limits.
         clock: monotonic seconds; tests bring their own.
+
+    Attributes:
+        context: room for prompt and completion; whoever knows engines tells it what they say.
     """
 
     def __init__(
@@ -51,8 +55,9 @@ class SessionService:
     ) -> None:
         self.config = config or SessionConfig()
         self.metrics = Metrics()
+        self.context = ContextWindow(self.config.max_context_tokens)
         self._sampler = sampler
-        self._turns = Turns(sampler, renderer, self.config, self.metrics, clock)
+        self._turns = Turns(sampler, renderer, self.config, self.context, self.metrics, clock)
         self._matcher = load_matcher(self.config.matcher)
         self._clock = clock
         self._sessions: dict[str, Session] = {}
@@ -91,9 +96,12 @@ class SessionService:
                 attempt=request.attempt,
                 session_id=(session_id := secrets.token_urlsafe(24)),
             )
+        except InvalidFieldError as error:
+            raise BadRequestError(str(error), param=error.field.rpartition(".")[2]) from error
+        try:
             _ = request.sampling and request.sampling.transform
         except InvalidFieldError as error:
-            raise BadRequestError(str(error), param=error.field) from error
+            raise BadRequestError(str(error), param=f"sampling.{error.field.rpartition('.')[2]}") from error
         tree = SessionTree(
             request.policy or self.config.policy,
             self._matcher,

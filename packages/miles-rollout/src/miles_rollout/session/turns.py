@@ -26,6 +26,7 @@ from miles_rollout.renderers import CallOpeningError, ForcedCall, Renderer
 from miles_rollout.session import audit
 from miles_rollout.session.audit import SessionCounters
 from miles_rollout.session.config import SessionConfig
+from miles_rollout.session.context import ContextWindow
 from miles_rollout.session.errors import BadRequestError, SessionBusyError, SessionNotFoundError, UpstreamError
 from miles_rollout.session.live import Delta, LiveText, LiveTurn, opened_chars
 from miles_rollout.session.messages import assistant_message
@@ -59,16 +60,24 @@ class Turns:
         sampler: where tokens come from.
         renderer: the model family's renderer.
         config: policies and limits.
+        context: room for a prompt and its completion.
         metrics: where turns and waits are counted.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, config: SessionConfig, metrics: Metrics, clock: Callable[[], float]
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        config: SessionConfig,
+        context: ContextWindow,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
         self._config = config
+        self._context = context
         self._metrics = metrics
         self._clock = clock
         self._stops = tuple(renderer.stop_token_ids)
@@ -121,6 +130,7 @@ class Turns:
         if on_delta is not None and self._config.live_streams:
             emit = partial(on_delta, request)
             view = LiveTurn(renderer, params.stop, emit, calls=want_calls, opening=prompt.opening)
+        asked = params.max_new_tokens
         sampled, params = await self._sample(session, stored, new_ids, params, view.advance if view else None)
 
         output_ids = sampled.output_ids.tolist()
@@ -149,6 +159,7 @@ class Turns:
             node=node,
             prompt_tokens=node.sampled_start,
             malformed=malformed,
+            budget=params.max_new_tokens if params.max_new_tokens < asked else None,
             token_texts=self._token_texts(sampled) if request.logprobs else None,
         )
 
@@ -176,7 +187,9 @@ class Turns:
         if on_delta is not None and self._config.live_streams:
             view = LiveText(self._renderer, params.stop, partial(on_delta, request))
         stored = path_prompt(plan.parent)
-        sampled, params = await self._sample(session, stored, suffix, params, view.advance if view else None)
+        asked = params.max_new_tokens
+        advance = view.advance if view else None
+        sampled, params = await self._sample(session, stored, suffix, params, advance, "prompt")
         node = _commit(session, plan, suffix, sampled, None, params, session.render)
         if overridden:
             session.count(SessionCounters(sampling_overrides=1))
@@ -186,6 +199,7 @@ class Turns:
             model=request.model,
             node=node,
             prompt_tokens=len(prompt),
+            budget=params.max_new_tokens if params.max_new_tokens < asked else None,
             token_texts=self._token_texts(sampled) if request.logprobs is not None else None,
             text=cut_at_stop(self._renderer.decode(sampled.output_ids.tolist()), params.stop),
         )
@@ -225,10 +239,11 @@ class Turns:
         new_ids: NDArray[np.int32],
         params: SamplingParams,
         on_partial: OnPartial | None,
+        field: str = "messages",
     ) -> tuple[Generation, SamplingParams]:
-        """Ask the engine what comes after the stored ids and the new ones."""
+        """Ask the engine what comes after the stored ids and the new ones, which `field` of the request brought."""
         prompt = stored.extended(new_ids)
-        params = fit_context(params, len(prompt), self._config.max_context_tokens)
+        params = fit_context(params, len(prompt), self._context.tokens, field)
         name = f"{session.id[:8]}-{secrets.token_hex(8)}"
         started = self._clock()
         # Earlier turns hold the rows of all tokens that were fed then, all but the last of those stored.
@@ -271,6 +286,10 @@ class Turns:
         return sampled, params
 
     def _sampling(self, session: Session, request: SamplingFields) -> tuple[SamplingParams, bool]:
+        size = self._renderer.vocab_size
+        wrong = next((i for i in request.stop_token_ids or () if i >= size), None)
+        if wrong is not None:
+            raise BadRequestError(f"stop_token_ids: token id {wrong} leaves [0, {size})", param="stop_token_ids")
         params, overridden = resolve_sampling(
             request,
             pinned=session.pinned,
