@@ -83,3 +83,14 @@ def test_at_most_one_layer_is_converted_at_a_time(
     monkeypatch.setattr(export, "canonical", watch)
     list(trainer.export_weights())
     assert max(sizes) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_leaves_lies_side_by_side_in_memory(tied: bool, model_folder: Folder) -> None:
+    trainer = Trainer(model_folder("qwen3", tie_word_embeddings=tied), TrainerConfig(), seed=0)
+    tensors = [tensor for _, tensor in trainer.export_weights()]
+    block, end = tensors[0].untyped_storage(), 0
+    for tensor in tensors:
+        assert tensor.untyped_storage().data_ptr() == block.data_ptr()
+        assert tensor.storage_offset() * tensor.element_size() == end
+        end += -(-tensor.nbytes // 64) * 64
