@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import xxhash
 
@@ -115,6 +116,7 @@ def test_bad_precision(bad: dict[str, object], message: str) -> None:
         ("group_name", ""),
         ("rank_offset", 0),
         ("rank_offset", 3),
+        ("senders", 0),
         ("master_port", -1),
         ("master_port", 65536),
         ("timeout_s", 0),
@@ -126,3 +128,12 @@ def test_a_group_request_refuses_by_field(field: str, value: object) -> None:
     assert GroupRequest(**good).backend == "nccl"  # type: ignore[arg-type]
     with pytest.raises(InvalidFieldError, match=field):
         GroupRequest(**{**good, field: value})  # type: ignore[arg-type]
+
+
+def test_a_group_of_several_senders_has_its_engines_behind_them() -> None:
+    good = {"master_address": "h", "master_port": 1, "rank_offset": 2, "world_size": 3}
+    request = GroupRequest(**good, senders=2)  # type: ignore[arg-type]
+    assert msgspec.to_builtins(request)["senders"] == 2
+    assert "senders" not in msgspec.to_builtins(GroupRequest(**good))  # type: ignore[arg-type]
+    with pytest.raises(InvalidFieldError, match=r"rank_offset: got 1; use 2 to 2"):
+        GroupRequest(**{**good, "rank_offset": 1}, senders=2)  # type: ignore[arg-type]

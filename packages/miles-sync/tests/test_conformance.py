@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from miles_sync.layout import Layout, whole
 from miles_sync.peer import PeerBackend, PeerReceiver, PeerSender, merge
 from miles_sync.peer.shared import SharedBackend
 from miles_sync.peer.tcp import TcpBackend
+from miles_sync.transfer import plan_transfers
 
 BUCKET = 700
 TIMEOUT_S = 30.0
@@ -62,9 +63,12 @@ class Fleet:
         for rank in range(self.trainer_ranks()):
             make = lambda r=rank: TrainerSide(self.sender(r), layouts.weights, self.stored(r))  # noqa: E731
             children.append(Child(f"trainer-{rank}", make))
-        source = ProcessSource(children, merge if self.trainer_ranks() > 1 else None)
+        source = ProcessSource(children, self.merge if self.trainer_ranks() > 1 else None)
         self.connect(source)
         return source
+
+    def merge(self, buckets: Sequence[Any]) -> Any:
+        raise NotImplementedError
 
     def connect(self, source: ProcessSource) -> None:
         """Tell the trainer who the engines are."""
@@ -173,7 +177,10 @@ class PeerFleet(Fleet):
         return lambda weights: scatter(self.trainer_holds, rank, weights)
 
     def trainer_ranks(self) -> int:
-        return 3
+        return len(self.trainer_holds.ranks)
+
+    def merge(self, buckets: Sequence[Any]) -> Any:
+        return merge(plan_transfers(self.trainer_holds, self.engines_hold), buckets)
 
     def connect(self, source: ProcessSource) -> None:
         for rank, engine in enumerate(self.engines):
@@ -189,6 +196,20 @@ class SharedPeerFleet(PeerFleet):
         return SharedBackend(self.tmp_path)
 
 
+class TensorParallelPeerFleet(PeerFleet):
+    """Four tensor-parallel trainer ranks that cut every expert, to two engine ranks that hold whole experts."""
+
+    name = "peer, tensor parallel"
+    trainer_holds = layouts.engine(4, expert_parallel=False)
+
+
+class ReplicatedPeerFleet(PeerFleet):
+    """Two trainer ranks that hold the whole model each, as data-parallel ones do."""
+
+    name = "peer, replicas"
+    trainer_holds = whole(layouts.specs(), 2)
+
+
 class NixlPeerFleet(PeerFleet):
     name = "peer, nixl"
 
@@ -198,7 +219,8 @@ class NixlPeerFleet(PeerFleet):
         return NixlBackend(timeout_s=4.0)
 
 
-FLEETS = [LocalFleet, DiskFleet, BroadcastFleet, PackedBroadcastFleet, PeerFleet, SharedPeerFleet, NixlPeerFleet]
+PEERS = [PeerFleet, SharedPeerFleet, TensorParallelPeerFleet, ReplicatedPeerFleet, NixlPeerFleet]
+FLEETS = [LocalFleet, DiskFleet, BroadcastFleet, PackedBroadcastFleet, *PEERS]
 
 
 @pytest.fixture(params=FLEETS, ids=[f.name for f in FLEETS])

@@ -92,13 +92,16 @@ def deliver(
     return got
 
 
+divided = st.sampled_from([1, 30, 200, 2**20])
+
+
 @settings(max_examples=60, deadline=None)
-@given(source_name=names, target_name=names)
+@given(source_name=names, target_name=names, divided_bytes=divided)
 def test_a_plan_writes_every_byte_of_every_shard_exactly_once_and_they_are_the_right_ones(
-    source_name: str, target_name: str
+    source_name: str, target_name: str, divided_bytes: int
 ) -> None:
     source, target, model = LAYOUTS[source_name], LAYOUTS[target_name], weights(1)
-    plan = plan_transfers(source, target)
+    plan = plan_transfers(source, target, divided_bytes)
     got = deliver(plan, source, target, model)
     for rank, stored in enumerate(got):
         for name, tensor in scatter(target, rank, model).items():
@@ -108,14 +111,63 @@ def test_a_plan_writes_every_byte_of_every_shard_exactly_once_and_they_are_the_r
         assert received <= layout.num_bytes
 
 
-@given(target_name=names, replicas=st.integers(1, 5), count=st.integers(1, 4))
-def test_ranks_that_hold_the_same_send_the_same_within_one_piece(target_name: str, replicas: int, count: int) -> None:
+def box_of(tensor: torch.Tensor, at: tuple[int, ...], shape: tuple[int, ...]) -> bytes:
+    for index in at[: len(at) - len(shape)]:
+        tensor = tensor[index]
+    for dim, (start, size) in enumerate(zip(at[len(at) - len(shape) :], shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return raw(tensor)
+
+
+@settings(max_examples=40, deadline=None)
+@given(source_name=names, target_name=names, divided_bytes=divided)
+def test_a_box_that_two_sources_hold_is_confirmed_by_one_that_does_not_send_it(
+    source_name: str, target_name: str, divided_bytes: int
+) -> None:
+    source = LAYOUTS[source_name]
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    for rank, layout in enumerate(source.ranks):
+        for f in layout.fragments:
+            holders.setdefault((f.name, f.start, f.shape), set()).add(rank)
+    several = {name for (name, _, _), ranks in holders.items() if len(ranks) > 1}
+    held = [scatter(source, rank, weights(1)) for rank in range(len(source.ranks))]
+    for t in plan_transfers(source, LAYOUTS[target_name], divided_bytes).transfers:
+        assert (t.confirmer is not None) == (t.name in several)
+        if t.confirmer is not None:
+            assert t.confirmer.rank != t.source
+            sent = box_of(held[t.source][t.source_stored], t.source_at, t.shape)
+            assert box_of(held[t.confirmer.rank][t.confirmer.stored], t.confirmer.at, t.shape) == sent
+
+
+@given(target_name=names, replicas=st.integers(1, 5), count=st.integers(1, 4), divided_bytes=divided)
+def test_ranks_that_hold_the_same_send_the_same_within_one_piece(
+    target_name: str, replicas: int, count: int, divided_bytes: int
+) -> None:
     source = fsdp(count, replicas)
-    plan = plan_transfers(source, LAYOUTS[target_name])
-    sent, largest = plan.sent(count * replicas), max(t.num_bytes for t in plan.transfers)
+    plan = plan_transfers(source, LAYOUTS[target_name], divided_bytes)
+    sent = plan.sent(count * replicas)
+    # What one rank sends of a box it sends to all that want it.
+    pieces: dict[object, int] = {}
+    for t in plan.transfers:
+        key = (t.source, t.source_stored, t.source_at, t.shape)
+        pieces[key] = pieces.get(key, 0) + t.num_bytes
     for shard in range(count):
         group = sent[shard::count]
-        assert max(group) - min(group) <= largest
+        assert max(group) - min(group) <= max(pieces.values())
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 3), replicas=st.integers(1, 9), targets=st.integers(1, 3))
+def test_one_large_tensor_is_divided_between_its_holders_to_the_row(
+    rows: int, columns: int, replicas: int, targets: int
+) -> None:
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(1, rows, columns))
+    plan = plan_transfers(whole([spec], replicas), whole([spec], targets), 1)
+    sent = plan.sent(replicas)
+    if rows > 1:
+        assert max(sent) - min(sent) <= 2 * columns * targets
+    assert len({(t.source, t.source_at, t.shape) for t in plan.transfers}) * targets == len(plan.transfers)
+    undivided = plan_transfers(whole([spec], replicas), whole([spec], targets), spec.num_bytes + 1)
+    assert sorted(undivided.sent(replicas))[:-1] == [0] * (replicas - 1)
 
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)

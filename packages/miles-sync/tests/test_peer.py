@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,9 @@ from sync_fleet import manifest_of, same_bits
 
 from miles_contracts import InvalidFieldError, WeightUpdateError
 from miles_sync.convert import scatter
-from miles_sync.peer import PeerBackend, PeerBucket, PeerReceiver, PeerSender, merge
-from miles_sync.peer.memory import Write
+from miles_sync.layout import whole
+from miles_sync.peer import PeerBackend, PeerBucket, PeerReceiver, PeerSender, SourcesDifferError, merge
+from miles_sync.peer.memory import Arena, Write
 from miles_sync.peer.sender import plan_rounds
 from miles_sync.peer.shared import SharedBackend
 from miles_sync.peer.tcp import TcpBackend
@@ -45,7 +47,7 @@ class Pair:
 
     def rounds(self) -> list[PeerBucket]:
         streams = [s.send(scatter(SOURCE, r, self.weights), self.manifest, "u") for r, s in enumerate(self.senders)]
-        return [merge(parts) for parts in zip(*streams, strict=True)]
+        return [merge(self.senders[0].plan, parts) for parts in zip(*streams, strict=True)]
 
     def close(self) -> None:
         for end in [*self.senders, *self.receivers]:
@@ -169,6 +171,99 @@ def test_rounds_hold_every_transfer_once(bucket_bytes: int) -> None:
         assert len(numbers) == 1 or sum(plan.transfers[n].num_bytes for n in numbers) <= bucket_bytes
 
 
+class Notes:
+    """A writer into memory of this process."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.regions = {handle: np.zeros(size, np.uint8) for handle, size in sizes.items()}
+
+    def write(self, handle: str, writes: Sequence[Write]) -> None:
+        for write in writes:
+            put_runs(self.regions[handle], write.offsets, write.length, write.data)
+
+    def keep(self, handles: Collection[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+REPLICAS = {
+    "2 whole": whole(layouts.specs(), 2),
+    "3 whole": whole(layouts.specs(), 3),
+    "fsdp 2 x 2": layouts.fsdp(2, 2),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(REPLICAS)), bucket_bytes=st.sampled_from([200, 10**6]))
+def test_no_byte_of_a_replica_that_drifted_apart_is_announced(
+    data: st.DataObject, name: str, bucket_bytes: int
+) -> None:
+    source, weights = REPLICAS[name], layouts.weights(3)
+    writer = Notes({str(rank): Arena(layout).num_bytes for rank, layout in enumerate(TARGET.ranks)})
+    senders = [PeerSender(source, TARGET, r, writer, ["0", "1"], bucket_bytes) for r in range(len(source.ranks))]
+    stored = [{n: t.clone() for n, t in scatter(source, r, weights).items()} for r in range(len(source.ranks))]
+    drifted = data.draw(st.integers(0, len(source.ranks) - 1))
+    tensor = data.draw(st.sampled_from(sorted(n for n, t in stored[drifted].items() if t.numel())))
+    flat = stored[drifted][tensor].view(-1).view(torch.uint8)
+    flat[data.draw(st.integers(0, len(flat) - 1))] ^= 1
+    streams = [s.send(stored[r], manifest_of(weights, 1), "u") for r, s in enumerate(senders)]
+    rounds, found = [], None
+    for parts in zip(*streams, strict=True):
+        try:
+            rounds.append(merge(senders[0].plan, parts))
+        except SourcesDifferError as error:
+            found = error
+            break
+    if found is not None:
+        assert drifted in found.ranks
+        assert found.tensor == tensor
+        return
+    # It was neither sent nor asked: a third rank that holds the same.
+    assert len(source.ranks) == 3
+    assert sorted(w.transfer for b in rounds for w in b.written) == list(range(len(senders[0].plan.transfers)))
+    for rank, layout in enumerate(TARGET.ranks):
+        arena, expected = Arena(layout), scatter(TARGET, rank, weights)
+        for stored_name, start in arena.offsets.items():
+            got = writer.regions[str(rank)][start : start + arena.specs[stored_name].num_bytes]
+            assert got.tobytes() == expected[stored_name].reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_what_one_rank_confirms_another_has_to_have_written() -> None:
+    source, weights = REPLICAS["2 whole"], layouts.weights(3)
+    writer = Notes({str(rank): Arena(layout).num_bytes for rank, layout in enumerate(TARGET.ranks)})
+    senders = [PeerSender(source, TARGET, r, writer, ["0", "1"], 10**6) for r in range(2)]
+    first, second = (next(s.send(weights, manifest_of(weights, 1), "u")) for s in senders)
+    silent = msgspec.structs.replace(first, written=first.written[1:])
+    victim = senders[0].plan.transfers[first.written[0].transfer].name
+    with pytest.raises(WeightUpdateError, match=r"source rank 0 has not written it") as caught:
+        merge(senders[0].plan, [silent, second])
+    assert caught.value.tensor == victim
+    merged = merge(senders[0].plan, [first, second])
+    assert merged.confirmed == ()
+    assert len(merged.written) == len(first.written) + len(second.written)
+    quiet = [PeerSender(source, TARGET, r, writer, ["0", "1"], 10**6, digests=False) for r in range(2)]
+    unsigned = [next(s.send(weights, manifest_of(weights, 1), "u")) for s in quiet]
+    assert all(not bucket.confirmed for bucket in unsigned)
+    assert {w.digest for w in merge(quiet[0].plan, unsigned).written} == {None}
+
+
+def test_a_writer_lets_go_of_regions_that_were_replaced(backend: PeerBackend) -> None:
+    old, new, writer = backend.expose(100), backend.expose(100), backend.writer()
+    write = Write(data=np.full(10, 3, np.uint8), offsets=np.zeros(1, np.int64), length=10)
+    for memory in (old, new):
+        writer.write(memory.handle, [write])
+    held = writer._mapped if isinstance(backend, SharedBackend) else writer._connections  # type: ignore[attr-defined]
+    assert set(held) == {old.handle, new.handle}
+    writer.keep([new.handle])
+    held = writer._mapped if isinstance(backend, SharedBackend) else writer._connections  # type: ignore[attr-defined]
+    assert set(held) == {new.handle}
+    writer.write(old.handle, [write])  # it may come back
+    writer.close()
+    for memory in (old, new):
+        assert (memory.data[:10] == 3).all()
+        memory.close()
+
+
 def test_senders_and_receivers_refuse_another_model(pair: Pair) -> None:
     other = manifest_of({"w": torch.zeros(3)}, 1)
     with pytest.raises(WeightUpdateError, match="not of the model"):
@@ -186,7 +281,7 @@ def test_senders_and_receivers_refuse_another_model(pair: Pair) -> None:
         PeerSender(SOURCE, TARGET, 0, TcpBackend().writer(), [""])
     rounds = pair.rounds()
     with pytest.raises(InvalidFieldError, match="all of round 0"):
-        merge([rounds[0], rounds[1]])
+        merge(pair.senders[0].plan, [rounds[0], rounds[1]])
     wild = msgspec.structs.replace(rounds[0], written=(msgspec.structs.replace(rounds[0].written[0], transfer=9999),))
     with pytest.raises(WeightUpdateError, match="transfer 9999 is not in the plan"):
         pair.receivers[0].load(wild)

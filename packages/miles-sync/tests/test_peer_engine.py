@@ -11,11 +11,12 @@ import pytest
 import torch
 from sync_fleet import manifest_of
 
-from miles_contracts import DTYPE_BYTES, GroupRequest, InvalidFieldError, WeightUpdateError, digest
+from miles_contracts import DTYPE_BYTES, Arrival, GroupRequest, InvalidFieldError, WeightUpdateError, digest
 from miles_sync.layout import whole
 from miles_sync.messages import peer_group_backend
-from miles_sync.peer import PeerSender
+from miles_sync.peer import PeerSender, merge
 from miles_sync.peer.engine import PeerGroup, make_backend, peer_factories, split_address
+from miles_sync.transfer import DIVIDED_BYTES
 
 WEIGHTS = {
     "a.weight": torch.arange(30, dtype=torch.float32).reshape(5, 6),
@@ -25,8 +26,9 @@ WEIGHTS = {
 MANIFEST = manifest_of(WEIGHTS, 3)
 
 
-def ask(rank: int, size: int, kind: str = "tcp") -> GroupRequest:
+def ask(rank: int, size: int, kind: str = "tcp", **more: int) -> GroupRequest:
     return GroupRequest(
+        **more,
         master_address="127.0.0.1",
         master_port=0,
         rank_offset=rank,
@@ -68,6 +70,36 @@ def test_every_engine_gets_every_tensor_once_with_the_writers_digest(groups: lis
                 got[engine][arrival.spec.name] = arrival.data.tobytes()
     raw = {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in WEIGHTS.items()}
     assert got == [raw, raw]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
+def test_several_senders_divide_a_large_tensor_and_each_part_has_its_own_digest(kind: str, tmp_path: Path) -> None:
+    weights = WEIGHTS | {"d.weight": torch.arange(DIVIDED_BYTES // 2, dtype=torch.float32).reshape(-1, 8)}
+    announced = manifest_of(weights, 3)
+    factory = peer_factories(str(tmp_path))[peer_group_backend(kind)]
+    engines = [factory(ask(3 + index, 5, kind, senders=3), announced.tensors) for index in range(2)]
+    handles = [split_address(engine.address, announced.tensors) for engine in engines]
+    source, target = whole(announced.tensors, 3), whole(announced.tensors, 2)
+    writers = [make_backend(kind).writer() for _ in range(3)]
+    senders = [PeerSender(source, target, r, writer, handles, 2**20) for r, writer in enumerate(writers)]
+    sent = senders[0].plan.sent(3)
+    assert max(sent) - min(sent) < 2 * DIVIDED_BYTES // 100
+    streams = [s.send(weights, announced, "u") for s in senders]
+    arrivals: list[list[Arrival]] = [[], []]
+    for parts in zip(*streams, strict=True):
+        body = {"written": msgspec.to_builtins(merge(senders[0].plan, parts).written)}
+        for index, engine in enumerate(engines):
+            arrivals[index] += engine.receive(body)
+    for got in arrivals:
+        whole_ones = {a.spec.name: a.data.tobytes() for a in got if a.part_of is None}
+        parts = sorted((a for a in got if a.part_of is not None), key=lambda a: a.part_start)
+        assert [a.part_of for a in parts] == [announced.tensors[-1]] * 3
+        assert [a.part_start for a in parts] == [0, *np.cumsum([len(a.data) for a in parts])[:-1]]
+        whole_ones["d.weight"] = b"".join(a.data.tobytes() for a in parts)
+        assert whole_ones == {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in weights.items()}
+        assert all(a.spec.digest == digest(a.data) and a.spec.num_bytes == len(a.data) for a in got)
+    for end in (*senders, *engines):
+        end.close()
 
 
 def test_what_was_received_no_later_write_can_change(groups: list[PeerGroup]) -> None:

@@ -156,6 +156,8 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         group_name: unique for ever: a restarted engine must not meet the keys of the group it was in before.
         backend: `gloo`, `nccl`, or one that the engine's process was composed with.
         timeout_s: for the meeting and for each transfer. Not among SGLang's fields, which waits for half an hour.
+        senders: ranks of the group that send; they come first. Not among SGLang's fields either, and left out of the
+            message unless a transport has more than one.
     """
 
     master_address: str
@@ -165,12 +167,16 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     group_name: str = "weight_update_group"
     backend: str = "nccl"
     timeout_s: float = 60.0
+    senders: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.group_name:
             raise InvalidFieldError("group_name", self.group_name, "name the group")
-        if not 1 <= self.rank_offset < self.world_size:
-            raise InvalidFieldError("rank_offset", self.rank_offset, f"use 1 to {self.world_size - 1}")
+        first = 1 if self.senders is msgspec.UNSET else self.senders
+        if first < 1:
+            raise InvalidFieldError("senders", first, "use at least 1")
+        if not first <= self.rank_offset < self.world_size:
+            raise InvalidFieldError("rank_offset", self.rank_offset, f"use {first} to {self.world_size - 1}")
         if not 0 <= self.master_port < 65536:
             raise InvalidFieldError("master_port", self.master_port, "use 0 to 65535")
         if not self.timeout_s > 0:

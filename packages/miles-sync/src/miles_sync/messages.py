@@ -49,11 +49,58 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerBucket(msgspec.Struct, frozen=True, kw_only=True, tag="peer_bucket"):
-    """What was written since the bucket before, by all sources together."""
+    """What was written since the bucket before, by all sources together.
+
+    Attributes:
+        update_id, index: as in `ShmBucket`.
+        written: by the sources that speak here.
+        confirmed: what others write meanwhile, as these sources hold it: for the sources to compare among themselves,
+            before engines are told.
+    """
 
     update_id: str
     index: int
     written: tuple[Written, ...]
+    confirmed: tuple[Written, ...] = ()
+
+
+class HandleBucket(msgspec.Struct, frozen=True, kw_only=True, tag="handle_bucket"):
+    """Memory of this host that receivers open by handle.
+
+    Attributes:
+        update_id, index, last: as in `BroadcastBucket`.
+        num_bytes: bytes of the bucket.
+        handles: by name of the receiver (`handle_name`), for it alone: a pickle that torch makes of memory that it
+            passes on, in the form of SGLang's `flattened_bucket`. It is forwarded and never read here.
+        file: the same bytes for receivers that open files; None when they are in a device's memory.
+    """
+
+    update_id: str
+    index: int
+    num_bytes: int
+    handles: dict[str, bytes]
+    file: ShmBucket | None = None
+    last: bool = False
+
+    def handles_of(self, url: str) -> list[bytes]:
+        """Those of one engine, in the order of its ranks."""
+        ranks: dict[int, bytes] = {}
+        for name, handle in self.handles.items():
+            engine, _, rest = name.rpartition("#")
+            if engine == url:
+                ranks[int(rest.partition("@")[0])] = handle
+        return [ranks[rank] for rank in sorted(ranks)]
+
+
+def handle_name(url: str, rank: int, device: str) -> str:
+    """Name of a rank of an engine that takes handles, of host memory and of memory on its own kind of device."""
+    return f"{url}#{rank}@{device}"
+
+
+def handle_device(name: str) -> str | None:
+    """The kind of device in a name of `handle_name`, None for every other name."""
+    _, mark, rest = name.rpartition("#")
+    return rest.partition("@")[2] or None if mark else None
 
 
 class DiskBucket(msgspec.Struct, frozen=True, kw_only=True, tag="disk_bucket"):
@@ -64,7 +111,7 @@ class DiskBucket(msgspec.Struct, frozen=True, kw_only=True, tag="disk_bucket"):
     publication: str
 
 
-AnyBucket = ShmBucket | BroadcastBucket | PeerBucket | DiskBucket
+AnyBucket = ShmBucket | BroadcastBucket | HandleBucket | PeerBucket | DiskBucket
 """A bucket of any transport."""
 
 

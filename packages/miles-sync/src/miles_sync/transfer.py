@@ -1,13 +1,17 @@
 """Who sends which bytes to whom: a pure function of two layouts.
 
 The plan gives every target rank exactly the bytes of its own shard, each once, and nothing to anybody who does not
-need it. Where several source ranks hold the same box, the one with the least to send so far takes it, so that ranks
-that hold the same boxes end within one piece of each other.
+need it. Where several source ranks hold the same box, large ones are divided between them and small ones go to the one
+with the least to send so far, so that ranks that hold the same boxes end within one small box of each other. Whoever
+sends a part of a box sends it to all target ranks that want it, and so reads it once.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +21,22 @@ from miles_contracts import DTYPE_BYTES, InvalidFieldError, TensorSpec
 from miles_sync.layout import Fragment, Index, Layout
 
 Offsets = NDArray[np.int64]
+
+DIVIDED_BYTES = 2**20
+"""From this size on a box is divided between the sources that hold it: below, a message costs more than its bytes."""
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A box as one source rank holds it.
+
+    Attributes:
+        rank: its number.
+        stored, at: where the box begins in which stored tensor.
+    """
+
+    rank: int
+    stored: str
+    at: Index
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +49,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
         source_stored, source_at: where it lies at the source.
         target_stored, target_at: where it belongs at the target.
         num_bytes: of the box.
+        confirmer: another source that holds the same box and can say whether its bytes are the same; None where there
+            is no other.
     """
 
     name: str
@@ -40,6 +62,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     target_stored: str
     target_at: Index
     num_bytes: int
+    confirmer: Copy | None = None
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,46 +96,131 @@ def minimum_bytes(target: Layout) -> int:
     return sum(f.num_elements * sizes[f.name] for rank in target.ranks for f in rank.fragments)
 
 
-def plan_transfers(source: Layout, target: Layout) -> TransferPlan:
+def plan_transfers(source: Layout, target: Layout, divided_bytes: int = DIVIDED_BYTES) -> TransferPlan:
     """The transfers that fill every target rank from the sources.
+
+    Args:
+        source, target: layouts of both sides.
+        divided_bytes: size from which a box is divided between the sources that hold it, along its first dimension
+            that has an extent.
 
     Raises:
         InvalidFieldError: the two sides do not describe the same tensors, the sources do not hold every element, or
             hold a tensor in boxes that overlap without being equal.
     """
     _require_same(source.tensors, target.tensors)
-    holders = _Holders(source)
+    wanted = _wanted(_Holders(source), target)
     sizes = {spec.name: DTYPE_BYTES[spec.dtype] for spec in target.tensors}
-    load = [0] * len(source.ranks)
+    times = Counter(want.key for want in wanted)
+    division = _Division(len(source.ranks), divided_bytes)
+    parts: dict[_Key, list[_Part]] = {}
     transfers: list[Transfer] = []
-    for number, rank in enumerate(target.ranks):
-        for wanted in rank.fragments:
-            missing = wanted.num_elements
-            for box_start, box_shape, replicas in holders.of(wanted.name):
-                common = _intersect(wanted.start, wanted.shape, box_start, box_shape)
-                if common is None:
-                    continue
-                start, shape = common
-                elements = int(np.prod(shape, dtype=np.int64))
-                holder, fragment = min(replicas, key=lambda replica: (load[replica[0]], replica[0]))
-                load[holder] += elements * sizes[wanted.name]
-                missing -= elements
-                transfers.append(
-                    Transfer(
-                        name=wanted.name,
-                        shape=shape,
-                        source=holder,
-                        target=number,
-                        source_stored=fragment.stored,
-                        source_at=_moved(fragment, start),
-                        target_stored=wanted.stored,
-                        target_at=_moved(wanted, start),
-                        num_bytes=elements * sizes[wanted.name],
-                    )
-                )
-            if missing:
-                raise InvalidFieldError("source", wanted.name, f"the sources lack {missing} element(s) of it")
+    for want in wanted:
+        key = want.key
+        if key not in parts:
+            parts[key] = division.parts(want, sizes[want.fragment.name], times[key])
+        transfers += [
+            Transfer(
+                name=want.fragment.name,
+                shape=part.shape,
+                source=part.sender.rank,
+                target=want.target,
+                source_stored=part.sender.stored,
+                source_at=part.sender.at,
+                target_stored=want.fragment.stored,
+                target_at=_moved(want.fragment, part.start),
+                num_bytes=part.num_bytes,
+                confirmer=part.confirmer,
+            )
+            for part in parts[key]
+        ]
     return TransferPlan(transfers=tuple(transfers))
+
+
+_Key = tuple[str, Index, Index]
+
+
+class _Wanted(NamedTuple):
+    """A box that a target rank wants and that some sources hold."""
+
+    target: int
+    fragment: Fragment
+    start: Index
+    shape: Index
+    holders: list[tuple[int, Fragment]]
+
+    @property
+    def key(self) -> _Key:
+        return self.fragment.name, self.start, self.shape
+
+
+class _Part(NamedTuple):
+    """A part of a box, who sends it and who confirms it."""
+
+    start: Index
+    shape: Index
+    num_bytes: int
+    sender: Copy
+    confirmer: Copy | None
+
+
+def _wanted(holders: _Holders, target: Layout) -> list[_Wanted]:
+    found = []
+    for number, rank in enumerate(target.ranks):
+        for fragment in rank.fragments:
+            missing = fragment.num_elements
+            for box_start, box_shape, replicas in holders.of(fragment.name):
+                common = _intersect(fragment.start, fragment.shape, box_start, box_shape)
+                if common is not None:
+                    start, shape = common
+                    missing -= math.prod(shape)
+                    found.append(_Wanted(number, fragment, start, shape, replicas))
+            if missing:
+                raise InvalidFieldError("source", fragment.name, f"the sources lack {missing} element(s) of it")
+    return found
+
+
+class _Division:
+    """Gives each source its parts; remembers what it has to send already.
+
+    Args:
+        ranks: number of sources.
+        divided_bytes: size from which boxes are divided.
+    """
+
+    def __init__(self, ranks: int, divided_bytes: int) -> None:
+        self._load = [0] * ranks
+        self._divided_bytes = divided_bytes
+
+    def parts(self, want: _Wanted, item_bytes: int, times: int) -> list[_Part]:
+        """The parts of a box that is sent `times` times, the largest to who has the least to send."""
+        replicas = sorted(want.holders, key=lambda holder: (self._load[holder[0]], holder[0]))
+        total = math.prod(want.shape) * item_bytes
+        count = len(replicas) if total >= self._divided_bytes else 1
+        made = []
+        for number, (start, shape) in enumerate(_rows(want.start, want.shape, count)):
+            sender, fragment = replicas[number]
+            other, others = replicas[(number + 1) % len(replicas)]
+            num_bytes = math.prod(shape) * item_bytes
+            self._load[sender] += num_bytes * times
+            confirmer = Copy(rank=other, stored=others.stored, at=_moved(others, start)) if other != sender else None
+            copy = Copy(rank=sender, stored=fragment.stored, at=_moved(fragment, start))
+            made.append(_Part(start, shape, num_bytes, copy, confirmer))
+        return made
+
+
+def _rows(start: Index, shape: Index, count: int) -> Iterator[tuple[Index, Index]]:
+    """At most `count` parts of a box, of almost equal size, larger ones first; each is contiguous in the box."""
+    dim = next((d for d, extent in enumerate(shape) if extent > 1), None)
+    if dim is None or count == 1:
+        yield start, shape
+        return
+    count = min(count, shape[dim])
+    first = start[dim]
+    for number in range(count):
+        extent = shape[dim] // count + (number < shape[dim] % count)
+        yield (*start[:dim], first, *start[dim + 1 :]), (*shape[:dim], extent, *shape[dim + 1 :])
+        first += extent
 
 
 def runs(shape: Index, stored: Index, at: Index, item_bytes: int) -> tuple[Offsets, int]:

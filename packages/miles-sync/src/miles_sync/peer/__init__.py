@@ -3,7 +3,7 @@
 from miles_sync.messages import PeerBucket, Written
 from miles_sync.peer.memory import Arena, PeerBackend, PeerMemory, PeerWriter
 from miles_sync.peer.receiver import PeerReceiver
-from miles_sync.peer.sender import PeerSender, merge
+from miles_sync.peer.sender import PeerSender, SourcesDifferError, merge
 
 __all__ = [
     "Arena",
@@ -13,6 +13,7 @@ __all__ = [
     "PeerReceiver",
     "PeerSender",
     "PeerWriter",
+    "SourcesDifferError",
     "Written",
     "merge",
 ]

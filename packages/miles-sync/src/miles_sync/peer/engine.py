@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from miles_contracts import (
+    DTYPE_BYTES,
     Arrival,
     GroupRequest,
     InvalidFieldError,
@@ -30,7 +31,7 @@ from miles_sync.messages import Written, peer_group_backend
 from miles_sync.peer.memory import Arena, PeerBackend
 from miles_sync.peer.shared import SharedBackend
 from miles_sync.peer.tcp import TcpBackend
-from miles_sync.transfer import plan_transfers
+from miles_sync.transfer import Transfer, plan_transfers, runs
 
 
 def make_backend(
@@ -68,7 +69,7 @@ def peer_factories(directory: str = "/dev/shm") -> dict[str, WeightGroupFactory]
 
 
 class PeerGroup:
-    """An engine that holds the whole model, as target rank `rank_offset - 1` of the plan.
+    """An engine that holds the whole model; its rank in the plan is that in the group, behind those of the senders.
 
     Args:
         request: who we are among how many.
@@ -77,31 +78,37 @@ class PeerGroup:
     """
 
     def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec], backend: PeerBackend) -> None:
-        layout = whole(tuple(specs), request.world_size - 1)
-        rank = request.rank_offset - 1
-        self._arena = Arena(layout.ranks[rank])
-        # One source rank holds everything, so a transfer is a whole tensor.
-        transfers = plan_transfers(whole(tuple(specs)), layout).transfers
-        self._mine = {number: t.name for number, t in enumerate(transfers) if t.target == rank}
+        senders = 1 if request.senders is msgspec.UNSET else request.senders
+        rank = request.rank_offset - senders
+        sources, targets = whole(tuple(specs), senders), whole(tuple(specs), request.world_size - senders)
+        self._arena = Arena(targets.ranks[rank])
+        transfers = plan_transfers(sources, targets).transfers
+        self._mine = {number: t for number, t in enumerate(transfers) if t.target == rank}
         self._memory = backend.expose(self._arena.num_bytes)
         self.address = f"{fingerprint(specs)} {self._memory.handle}"
 
     def receive(self, bucket: Mapping[str, Any]) -> Sequence[Arrival]:
-        """Copy out what was written here, with the digests that the writer states."""
+        """Copy out what was written here, with the digests that the writers state."""
         try:
             written = msgspec.convert(bucket.get("written"), tuple[Written, ...])
         except msgspec.ValidationError as error:
             raise InvalidFieldError("written", type(bucket.get("written")).__name__, str(error)) from error
-        arrivals = []
-        for one in written:
-            name = self._mine.get(one.transfer)
-            if name is None:
-                continue  # another engine's
-            spec = self._arena.specs[name]
-            start = self._arena.offsets[name]
-            data = self._memory.data[start : start + spec.num_bytes].copy()
-            arrivals.append(Arrival(spec=msgspec.structs.replace(spec, digest=one.digest), data=data))
-        return arrivals
+        # The others are other engines'.
+        mine = [(self._mine[one.transfer], one.digest) for one in written if one.transfer in self._mine]
+        return [self._arrival(transfer, stated) for transfer, stated in mine]
+
+    def _arrival(self, transfer: Transfer, stated: str | None) -> Arrival:
+        """A whole tensor, or the rows of it that one sender wrote."""
+        whole_spec = self._arena.specs[transfer.name]
+        # Nothing is cut but the first dimension with an extent, so a part is contiguous here as well.
+        offsets, _ = runs(transfer.shape, whole_spec.shape, transfer.target_at, DTYPE_BYTES[whole_spec.dtype])
+        start, size = int(offsets[0]), transfer.num_bytes
+        begin = self._arena.offsets[transfer.name] + start
+        data = self._memory.data[begin : begin + size].copy()
+        if size == whole_spec.num_bytes:
+            return Arrival(spec=msgspec.structs.replace(whole_spec, digest=stated), data=data)
+        piece = TensorSpec(name=transfer.name, dtype="uint8", shape=(size,), digest=stated)
+        return Arrival(spec=piece, data=data, part_of=whole_spec, part_start=start)
 
     def close(self) -> None:
         """Give the region up."""

@@ -7,7 +7,7 @@ through the control plane are what make it count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -70,8 +70,11 @@ class PeerWriter(Protocol):
             WeightUpdateError: the peer is gone or refused, or the deadline passed. What was written is undefined.
         """
 
+    def keep(self, handles: Collection[str]) -> None:
+        """Let go of all other regions: they have been replaced, and what is still held of them only costs memory."""
+
     def close(self) -> None:
-        """Drop all connections."""
+        """Let go of all regions."""
 
 
 class PeerBackend(Protocol):

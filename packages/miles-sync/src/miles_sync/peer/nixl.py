@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -97,11 +97,15 @@ class NixlWriter:
         if local:
             self._transfer(name, local, remote, kept)
 
+    def keep(self, handles: Collection[str]) -> None:
+        """Forget the other peers."""
+        for handle in self._peers.keys() - set(handles):
+            name, _ = self._peers.pop(handle)
+            self._agent.remove_remote_agent(name)
+
     def close(self) -> None:
         """Forget the peers."""
-        for name, _ in self._peers.values():
-            self._agent.remove_remote_agent(name)
-        self._peers.clear()
+        self.keep(())
 
     def _peer(self, handle: str) -> tuple[str, _Handle]:
         if handle not in self._peers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,10 @@ class SharedWriter:
             if low < 0 or high > len(region):
                 raise WeightUpdateError(f"a write leaves the region {handle} of {len(region)} bytes")
             put_runs(region, write.offsets, write.length, write.data)
+
+    def keep(self, handles: Collection[str]) -> None:
+        """Unmap the others: a file whose owner has removed it is freed with its last mapping."""
+        self._mapped = {handle: region for handle, region in self._mapped.items() if handle in handles}
 
     def close(self) -> None:
         """Unmap."""

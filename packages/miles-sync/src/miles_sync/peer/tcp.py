@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -138,10 +138,14 @@ class TcpWriter:
             self._drop(handle)
             raise WeightUpdateError(f"peer memory {_shown(handle)} is gone or refused a write: {error}") from error
 
+    def keep(self, handles: Collection[str]) -> None:
+        """Close the connections to all others."""
+        for handle in self._connections.keys() - set(handles):
+            self._drop(handle)
+
     def close(self) -> None:
         """Close all connections."""
-        for handle in list(self._connections):
-            self._drop(handle)
+        self.keep(())
 
     def _connection(self, handle: str) -> socket.socket:
         if handle not in self._connections:
