@@ -9,13 +9,14 @@ stand alone (`--record.plot` is true). Common options are short names of dotted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import RunConfig, RuntimeKind, TransportKind
+from miles_loop.names import nearest
 from miles_loop.options import Layer, Option, build, find_option, merge, nest, options, parse_text, read_toml
 from miles_loop.recipe import Recipe
 from miles_rollout.engine_identity import EngineKind
@@ -39,6 +40,8 @@ SHORT_NAMES: Mapping[str, str] = {
 """Common options and the dotted options they stand for."""
 
 
+_SLIP = 0.85
+"""Likeness to an option of the command from which on one of another command may be a slip of the finger."""
 GYM_PREFIX = "reasoning_gym:"
 """`--task reasoning_gym:NAME` is the family NAME of reasoning-gym."""
 
@@ -61,17 +64,49 @@ class Parsed:
     words: tuple[str, ...]
 
 
-def parse(argv: Sequence[str], flags: Sequence[Flag]) -> Parsed:
+def everything(path: str) -> bool:
+    """Every option of the configuration is used."""
+    return True
+
+
+def parse(
+    argv: Sequence[str],
+    flags: Sequence[Flag],
+    uses: Callable[[str], bool] = everything,
+    foreign: Mapping[str, str] | None = None,
+) -> Parsed:
     """Split a command line.
+
+    Args:
+        argv: the words.
+        flags: the command's own.
+        uses: whether the command has a use for the option of this dotted name; others are refused.
+        foreign: flags of other commands and what to say of them.
 
     Raises:
         InvalidFieldError: unknown option (nearest name suggested), missing value, or a repeated option.
     """
-    return split_words(argv, flags, options(RunConfig), SHORT_NAMES)
+    known = options(RunConfig)
+    used = [option for option in known if uses(option.path)]
+    if len(used) == len(known):
+        return split_words(argv, flags, known, SHORT_NAMES, foreign)
+    unused = {option.path: "it is about training, and has no influence here; leave it out" for option in known}
+    unused = {path: text for path, text in unused.items() if not uses(path)}
+    unused |= {name: unused[path] for name, path in SHORT_NAMES.items() if path in unused}
+    return split_words(argv, flags, used, short_names(uses), unused | dict(foreign or {}))
+
+
+def short_names(uses: Callable[[str], bool]) -> dict[str, str]:
+    """Common options of a command and the dotted ones they stand for."""
+    return {name: path for name, path in SHORT_NAMES.items() if uses(path)}
 
 
 def split_words(
-    argv: Sequence[str], flags: Sequence[Flag], known: Sequence[Option], short: Mapping[str, str]
+    argv: Sequence[str],
+    flags: Sequence[Flag],
+    known: Sequence[Option],
+    short: Mapping[str, str],
+    foreign: Mapping[str, str] | None = None,
 ) -> Parsed:
     """`parse` for the options of any configuration.
 
@@ -80,6 +115,7 @@ def split_words(
         flags: the command's own.
         known: options of the configuration.
         short: common options and the dotted ones they stand for.
+        foreign: names that exist elsewhere, and what to say of them.
 
     Raises:
         InvalidFieldError: as `parse`.
@@ -101,6 +137,10 @@ def split_words(
             seen_flags[flag.name] = _argument(word, text, equals, rest) if flag.value else "true"
             continue
         path = short.get(name.replace("_", "-"), name.replace("-", "_"))
+        remedy = (foreign or {}).get(name.replace("_", "-")) or (foreign or {}).get(path)
+        if remedy is not None:
+            slip = nearest(name, [*own, *short], _SLIP)
+            raise InvalidFieldError(f"--{name}", text or _next_value(rest), f"{slip}{remedy}")
         option = _find(known, name, path, [*own, *short])
         if path in seen:
             raise InvalidFieldError(f"--{name}", text or word, "given twice; keep one")
@@ -125,6 +165,11 @@ def _find(known: Sequence[Option], name: str, path: str, other_names: Sequence[s
         raise unknown_name(f"--{name}", name, [*other_names, *(o.path for o in known)]) from None
 
 
+def _next_value(rest: Sequence[str]) -> str | None:
+    """The value that stands behind an option, as far as one can tell without knowing it."""
+    return rest[0] if rest and not rest[0].startswith("--") else None
+
+
 def _argument(word: str, text: str, equals: str, rest: list[str]) -> str:
     if equals:
         return text
@@ -143,7 +188,7 @@ def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
     target = recipe.hardware_named(str(chosen["hardware"]))
     # A target may bring its own default model and task (a 32B model on eight GPUs, say).
     chosen = merge({"hardware": target.name, "model": recipe.models[0].name}, target.overrides, file, settings)
-    task = _task_layer(recipe, chosen.get("task", {}))
+    task = task_layer(recipe, chosen.get("task", {}))
     # So may a task, which gives way to a target.
     own = {"model": task["model"]} if "model" in task else {}
     chosen = merge({"model": recipe.models[0].name}, own, target.overrides, file, settings)
@@ -168,7 +213,7 @@ def _engine_layer(chosen: Layer) -> Layer:
     return {"sync": {"transport": TransportKind.BROADCAST.value}} if sglang else {}
 
 
-def _task_layer(recipe: Recipe, chosen: Any) -> dict[str, Any]:
+def task_layer(recipe: Recipe, chosen: Any) -> dict[str, Any]:
     """The preset's values; a word that ends in .jsonl is a file of prompts, `reasoning_gym:NAME` a family with its own
     verifier as the reward; no preset when a source is named."""
     if not isinstance(chosen, Mapping):

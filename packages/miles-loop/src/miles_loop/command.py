@@ -15,7 +15,7 @@ import msgspec
 
 from miles_contracts import InvalidFieldError, MilesError
 from miles_loop import toml
-from miles_loop.arguments import Flag, Parsed, config_for, parse
+from miles_loop.arguments import Flag, Parsed, config_for, everything, parse
 from miles_loop.config import RunConfig, RuntimeKind
 from miles_loop.errors import DiskFullError, InterruptedRunError
 from miles_loop.names import nearest
@@ -84,24 +84,36 @@ def run_command(recipe: Recipe, argv: Sequence[str]) -> int:
 
 
 def _dispatch(recipe: Recipe, argv: Sequence[str]) -> int:
-    commands: dict[str, tuple[tuple[Flag, ...], Callable[[Recipe, Parsed], int]]] = {
-        "train": (TRAIN_FLAGS, _train),
-        "eval": (EVAL_FLAGS, _eval),
-        "export": (EXPORT_FLAGS, _export),
+    commands: dict[str, tuple[tuple[Flag, ...], Callable[[Recipe, Parsed], int], Callable[[str], bool]]] = {
+        "train": (TRAIN_FLAGS, _train, everything),
+        "eval": (EVAL_FLAGS, _eval, _measures),
+        "export": (EXPORT_FLAGS, _export, lambda path: False),
     }
     if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(_overview(recipe))
         return EXIT_GOOD
     if argv[0] not in commands:
         raise InvalidFieldError("command", argv[0], f"{nearest(argv[0], commands)}use {', '.join(commands)}")
-    flags, action = commands[argv[0]]
+    flags, action, uses = commands[argv[0]]
     if "-h" in argv or "--help" in argv:
         from miles_loop.reference import help_text
 
-        with_settings = action is not _export
-        sys.stdout.write(help_text(recipe, argv[0], SUMMARIES[argv[0]], flags, settings=with_settings))
+        sys.stdout.write(help_text(recipe, argv[0], SUMMARIES[argv[0]], flags, uses))
         return EXIT_GOOD
-    return action(recipe, parse(argv[1:], flags))
+    own = {flag.name for flag in flags}
+    foreign = {
+        flag.name: f"it is an option of {name}, not of {argv[0]}; see {recipe.command} {argv[0]} --help"
+        for name, (others, *_) in commands.items()
+        for flag in others
+        if flag.name not in own
+    }
+    return action(recipe, parse(argv[1:], flags, uses, foreign))
+
+
+def _measures(path: str) -> bool:
+    from miles_loop.eval_options import uses  # with all that reads run folders, which --help of train need not wait for
+
+    return uses(path)
 
 
 def _overview(recipe: Recipe) -> str:
@@ -229,9 +241,10 @@ def _summarise(folder: Any, config: RunConfig, *, shown: bool) -> None:
 
 def _eval(recipe: Recipe, parsed: Parsed) -> int:
     _no_words(parsed)
+    from miles_loop.eval_options import eval_config
     from miles_loop.preflight import check_eval
 
-    config = _eval_config(recipe, parsed)
+    config = eval_config(recipe, parsed)
     check_eval(recipe, config)
     from miles_loop.evaluation_session import evaluate_model
     from miles_loop.machine import check_machine
@@ -250,31 +263,12 @@ def _eval(recipe: Recipe, parsed: Parsed) -> int:
     return EXIT_GOOD
 
 
-def _eval_config(recipe: Recipe, parsed: Parsed) -> RunConfig:
-    if "run" not in parsed.flags:
-        return config_for(recipe, parsed)
-    from miles_loop.checkpoint import newest_checkpoint
-    from miles_loop.options import read_toml
-    from miles_loop.run_folder import RunFolder
-
-    folder = RunFolder(Path(parsed.flags["run"]))
-    folder.read_config()
-    checkpoint = newest_checkpoint(folder.checkpoints)
-    if checkpoint is None:
-        raise InvalidFieldError("--run", str(folder.path), "it has no checkpoint yet")
-    file = read_toml(Path(parsed.flags["config"])) if "config" in parsed.flags else {}
-    model = {"model": str(checkpoint / "hf")}
-    return build(RunConfig, [read_toml(folder.config_file), model, file, parsed.settings])
-
-
 # -- export -----------------------------------------------------------------------------------------------
 
 
 def _export(recipe: Recipe, parsed: Parsed) -> int:
     from miles_loop.export import export_model
 
-    if parsed.settings:
-        raise InvalidFieldError("option", next(iter(parsed.settings)), "export takes --step only")
     if len(parsed.words) != 2:
         raise InvalidFieldError("arguments", list(parsed.words), f"use {recipe.command} export RUN FOLDER")
     step = parsed.flags.get("step")

@@ -35,18 +35,19 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
         InvalidFieldError: with what to install or to set.
     """
     require_runtime(config)
-    check_room(config, available_mib())
+    check_room(config, available_mib(), training=training)
     if training and starts_dedicated(config) and config.engine.kind is EngineKind.SGLANG:
         require_sglang(config.engine)
     model = Path(config.model)
-    _check_functions(config)
-    require_router(config, routing=config.trainer.replay.enabled and model.is_dir() and num_experts(model) is not None)
+    _check_functions(config, training=training)
+    replays = training and config.trainer.replay.enabled
+    require_router(config, routing=replays and model.is_dir() and num_experts(model) is not None)
     if config.runtime.kind is RuntimeKind.LOCAL and not config.engine.urls:
         for port in choose_ports(config.engine.host, config.engine.port, config.engine.replicas):
             port.close()
 
 
-def _check_functions(config: RunConfig) -> None:
+def _check_functions(config: RunConfig, *, training: bool) -> None:
     """Import what the user has named, where the driver runs: what it raises here, it would raise later."""
     task = config.task
     if task.agent is not None:
@@ -54,15 +55,17 @@ def _check_functions(config: RunConfig) -> None:
     for field, reward in (("task.reward", task.reward), ("task.eval_reward", task.eval_reward)):
         if reward is not None and names_function(reward):
             load_object(reward, field=field)
-    make_filter(config.rollout.filter)
+    if training:
+        make_filter(config.rollout.filter)
 
 
-def check_room(config: RunConfig, available: int | None) -> None:
+def check_room(config: RunConfig, available: int | None, *, training: bool = True) -> None:
     """Refuse more processes than this machine has memory to start: it would go down with everything that runs on it.
 
     Args:
         config: of the run.
         available: memory in MiB, None when unknown. Processes on a cluster that is joined are none of this machine's.
+        training: False for a measurement, which has no trainer.
 
     Raises:
         InvalidFieldError: naming the setting that asks for most.
@@ -71,7 +74,7 @@ def check_room(config: RunConfig, available: int | None) -> None:
     if available is None or (ray and (config.runtime.ray.address or os.environ.get("RAY_ADDRESS"))):
         return
     asked = {
-        "runtime.trainer_ranks": (config.runtime.trainer_ranks, TORCH_MIB),
+        "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, TORCH_MIB),
         "engine.replicas": (0 if config.engine.urls else config.engine.replicas, TORCH_MIB),
         "runtime.rollout_workers": (config.rollout_workers, WORKER_MIB),
     }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel
 
-from miles_loop.arguments import SHORT_NAMES, Flag, Parsed, config_for
+from miles_loop.arguments import SHORT_NAMES, Flag, Parsed, config_for, everything, short_names
 from miles_loop.config import RunConfig
 from miles_loop.options import Option, options, section_of
 from miles_loop.recipe import Recipe
@@ -80,27 +80,31 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def help_text(recipe: Recipe, command: str, summary: str, flags: Sequence[Flag], *, settings: bool = True) -> str:
-    """`--help` of one command of a recipe; the defaults shown are the recipe's."""
+def help_text(
+    recipe: Recipe, command: str, summary: str, flags: Sequence[Flag], uses: Callable[[str], bool] = everything
+) -> str:
+    """`--help` of one command of a recipe, with the options that it `uses`; the defaults shown are the recipe's."""
     out = [f"usage: {recipe.command} {command} [options]", "", summary, "", "common options:"]
-    listed: list[Option] = []
-    if settings:
-        plain = config_for(recipe, Parsed({}, {}, ()))
-        listed = [o for o in options(RunConfig, plain) if o.path != "recipe"]
+    plain = config_for(recipe, Parsed({}, {}, ()))
+    listed = [o for o in options(RunConfig, plain) if o.path != "recipe" and uses(o.path)]
+    if listed:
         known = {o.path: o for o in listed}
-        for name, path in SHORT_NAMES.items():
+        for name, path in short_names(uses).items():
             out += entry(f"--{name} {placeholder(known[path])}", known[path].description, known[path].default)
     for flag in flags:
         out += entry(f"--{flag.name} {flag.value}".rstrip(), flag.help)
-    if settings:
+    if listed:
         for title, items in _presets(recipe):
             out += ["", f"{title} (the first is the default):"]
             for name, text in items:
                 out += entry(name, text)
         out += ["", "all options (in a configuration file: keys of TOML tables):"]
         for section, description in sections():
+            shown = _own(section, listed)
+            if not shown:
+                continue
             out += ["", f"  {section or 'run'}: {description}"]
-            for option in _own(section, listed):
+            for option in shown:
                 out += entry(f"--{option.path} {placeholder(option)}", option.description, option.default)
     examples = _examples(recipe, command)
     if examples:

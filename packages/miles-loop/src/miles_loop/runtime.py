@@ -157,7 +157,7 @@ class Runtime:
             DiskFullError: no room for the logs.
         """
         config = self._config
-        self._routing = config.trainer.replay.enabled and num_experts(model) is not None
+        self._routing = trainer and config.trainer.replay.enabled and num_experts(model) is not None
         require_router(config, routing=self._routing)
         host = self._host = make_host(config, self._folder, model, self._on_event)
         replicas = 0 if config.engine.urls else config.engine.replicas
