@@ -28,7 +28,7 @@ HELP = Flag("help", "", "show this help and stop")
 TRAIN_FLAGS = (
     Flag("config", "FILE", "TOML file with any of the options below, as tables"),
     Flag("resume", "RUN", "continue the run in this folder from its newest checkpoint"),
-    Flag("dry-run", "", "print the effective configuration as TOML and stop"),
+    Flag("dry-run", "", "print the effective configuration as TOML, and where everything would run, and stop"),
     Flag("plain", "", "print plain lines instead of the live display"),
     HELP,
 )
@@ -144,8 +144,7 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
     if not target.needs:  # what is for another machine may be looked at here
         check_run(recipe, config)
     if "dry-run" in parsed.flags:
-        sys.stdout.write(toml.dumps(config))
-        return EXIT_GOOD
+        return _show(recipe, config, elsewhere=target.needs)
     if target.needs:
         raise InvalidFieldError("hardware", target.name, f"this target needs {target.needs}; --dry-run shows it")
     from miles_loop.machine import check_machine
@@ -157,6 +156,20 @@ def _train(recipe: Recipe, parsed: Parsed) -> int:
         config = config.model_copy(update={"run_dir": default_run_dir(recipe.family)})
     folder = open_new(config)
     return _run(recipe, config, folder, None, plain="plain" in parsed.flags)
+
+
+def _show(recipe: Recipe, config: RunConfig, *, elsewhere: str = "", run: Path | None = None) -> int:
+    """Print what a run would be: its configuration to standard output, so that it may go to a file, and where its
+    processes would be to standard error."""
+    from miles_loop.machine import this_machine
+    from miles_loop.placement import table
+    from miles_loop.sizes import size_of
+
+    sys.stdout.write(toml.dumps(config))
+    sys.stdout.flush()
+    size = size_of(recipe, config, run)
+    sys.stderr.write("\n" + table(config, size, this_machine(config), elsewhere=elsewhere))
+    return EXIT_GOOD
 
 
 def _resume(recipe: Recipe, parsed: Parsed) -> int:
@@ -178,8 +191,7 @@ def _resume(recipe: Recipe, parsed: Parsed) -> int:
     config = build(RunConfig, [read_toml(folder.config_file), changes])
     check_run(recipe, config)
     if "dry-run" in parsed.flags:
-        sys.stdout.write(toml.dumps(config))
-        return EXIT_GOOD
+        return _show(recipe, config, run=folder.path)
     check_machine(config)
     state, restarted = open_resumed(folder, config)
     return _run(recipe, config, folder, state, plain="plain" in parsed.flags, said_first=restarted)

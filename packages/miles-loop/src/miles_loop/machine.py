@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from miles_contracts import InvalidFieldError
@@ -10,6 +11,7 @@ from miles_loop.compose import make_filter
 from miles_loop.config import RunConfig, RuntimeKind
 from miles_loop.gateway import require_router
 from miles_loop.models import num_experts
+from miles_loop.placement import Machine
 from miles_loop.ports import choose_ports
 from miles_loop.preflight import starts_dedicated
 from miles_loop.runtime import require_runtime
@@ -77,6 +79,7 @@ def check_room(config: RunConfig, available: int | None, *, training: bool = Tru
         "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, TORCH_MIB),
         "engine.replicas": (0 if config.engine.urls else config.engine.replicas, TORCH_MIB),
         "runtime.rollout_workers": (config.rollout_workers, WORKER_MIB),
+        "evaluation.engines": (config.evaluation.engines if training and starts_dedicated(config) else 0, TORCH_MIB),
     }
     needed = sum(count * each for count, each in asked.values())
     if needed > available:
@@ -87,6 +90,28 @@ def check_room(config: RunConfig, available: int | None, *, training: bool = Tru
             f"each takes at least {each} MiB, the processes of the run together {needed} MiB, and this machine has "
             f"{available} MiB left; use fewer, or more machines (--runtime ray --address)",
         )
+
+
+def this_machine(config: RunConfig) -> Machine:
+    """What the machine has that this process is on."""
+    folder = config.run_dir or Path("runs")
+    return Machine(
+        available_mib=available_mib(),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        disk_mib=_free_mib(folder),
+        shared_mib=_free_mib(config.sync.directory),
+    )
+
+
+def _free_mib(path: Path) -> int | None:
+    """Room where `path` is, or would be; None when the system does not say."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free // 2**20
+    except OSError:
+        return None
 
 
 def available_mib() -> int | None:

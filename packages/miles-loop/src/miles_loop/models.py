@@ -31,6 +31,11 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache" / "miles") / "models"
 
 
+def cached_folder(recipe: Recipe, preset: ModelPreset) -> Path:
+    """Where a heavy model of a recipe is kept once it is made."""
+    return cache_folder() / f"{recipe.family}-{preset.name}"
+
+
 async def resolve_model(recipe: Recipe, name: str, seed: int, run_model: Path, on_event: Callable[[str], None]) -> Path:
     """The folder of a model, made first if it has to be.
 
@@ -98,7 +103,7 @@ def _make(target: Path, build: Callable[[Path], None]) -> None:
 
 
 async def _cached(recipe: Recipe, preset: ModelPreset, seed: int, on_event: Callable[[str], None]) -> Path:
-    target = cache_folder() / f"{recipe.family}-{preset.name}"
+    target = cached_folder(recipe, preset)
     if (target / _COMPLETE).exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
