@@ -22,7 +22,9 @@ from miles_sync import LocalReceiver, LocalSender
 from miles_sync.broadcast import BroadcastReceiver, BroadcastSender
 from miles_sync.disk import DeltaPublisher, DiskSender, FolderStore
 from miles_sync.group import Meeting
+from miles_sync.handing import HandingSender
 from miles_sync.layout import Layout, RankBuilder, Slice, whole
+from miles_sync.messages import handle_name
 from miles_sync.peer import PeerReceiver, PeerSender
 from miles_sync.peer.tcp import TcpBackend
 
@@ -103,6 +105,14 @@ def local(tensors: Tensors, export: Export) -> int:
         return peak_above(lambda: send(sender, tensors, export, lambda _: None))
 
 
+def by_handle(tensors: Tensors, export: Export) -> int:
+    sender = HandingSender(Path("/dev/shm"), BUCKET)
+    sender.set_receivers([handle_name("engine", rank, "cpu") for rank in range(2)])
+    peak = peak_above(lambda: send(sender, tensors, export, lambda _: None))
+    sender.close()
+    return peak
+
+
 def broadcast(tensors: Tensors, export: Export, *, split: bool = True) -> int:
     meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=60)
     queue: Queue[Any] = FORK.Queue()
@@ -172,6 +182,7 @@ def measure(answers: Queue[int], sending: Callable[[Tensors, Export], int], coun
 BOUNDS: dict[str, tuple[Callable[[Tensors, Export], int], Export, Callable[[int], int]]] = {
     "local": (local, live, lambda _: 2 * BUCKET),
     "local, made anew": (local, made_anew, lambda _: 2 * BUCKET + 3 * LARGEST),
+    "by handle to SGLang": (by_handle, live, lambda _: 2 * LARGEST),
     "broadcast": (broadcast, live, lambda _: 2 * BUCKET),
     "broadcast, made anew": (broadcast, made_anew, lambda _: 2 * BUCKET + 3 * LARGEST),
     "broadcast to SGLang": (packed_broadcast, live, lambda _: 2 * LARGEST),

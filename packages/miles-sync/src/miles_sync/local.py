@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from miles_contracts import ShmBucket, ShmTensor, WeightManifest, WeightUpdateError
-from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Piece, plan_buckets
+from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, plan_buckets
 from miles_sync.export import CheckedExport
 from miles_sync.filling import Deliver, fill_bucket
 from miles_sync.segments import Segment, SegmentPool
@@ -73,23 +73,33 @@ class LocalSender:
         Raises:
             WeightUpdateError: the tensors are not those of the manifest (names the first one), or the mount is full.
         """
-        source = CheckedExport(tensors, manifest)
+        plan = plan_buckets(manifest.tensors, self.bucket_bytes)
+        for bucket, _ in self.fill(CheckedExport(tensors, manifest), plan, update_id):
+            yield bucket
+
+    def fill(
+        self, export: CheckedExport, plan: Sequence[Bucket], update_id: str
+    ) -> Iterator[tuple[ShmBucket, Segment]]:
+        """As `send`, by a plan of the caller's; each bucket with the segment that it is in."""
         live = self._live.setdefault(update_id, {})
-        for bucket in plan_buckets(manifest.tensors, self.bucket_bytes):
+        for bucket in plan:
             self._make_room(update_id)
             segment = self._pool.take(bucket.num_bytes)
             live[bucket.index] = segment
-            placed, part_of, part_start = fill_bucket(bucket, source, self._writer(segment), digests=self._digests)
-            yield ShmBucket(
-                path=str(segment.path),
-                num_bytes=bucket.num_bytes,
-                tensors=placed,
-                update_id=update_id,
-                index=bucket.index,
-                part_of=part_of,
-                part_start=part_start,
+            placed, part_of, part_start = fill_bucket(bucket, export, self._writer(segment), digests=self._digests)
+            yield (
+                ShmBucket(
+                    path=str(segment.path),
+                    num_bytes=bucket.num_bytes,
+                    tensors=placed,
+                    update_id=update_id,
+                    index=bucket.index,
+                    part_of=part_of,
+                    part_start=part_start,
+                ),
+                segment,
             )
-        source.finish()
+        export.finish()
 
     def _writer(self, segment: Segment) -> Deliver:
         def write(piece: Piece, data: torch.Tensor) -> str | None:
