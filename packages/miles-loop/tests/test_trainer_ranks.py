@@ -62,6 +62,21 @@ def test_two_ranks_train_as_one_does(toy: Command, tmp_path: Path) -> None:
     assert "perf/reduce_s" not in records(one)[1]
 
 
+def test_two_ranks_write_into_the_memory_of_two_engines(toy: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--plain", "--steps", 3, "--pipeline-depth", 0, "--trainer.ranks", 2, "--engine.replicas", 2)
+    toy.run("train", "--run-dir", run, *options, "--sync.transport", "peer", "--sync.canary", "agree")
+    found = records(run)
+    assert found[-1]["step"] == 3
+    for record in found[1:]:
+        assert record["rollout/token_mismatches"] == 0
+        assert record["rollout/tokens_trained"] > 0
+        # what was sampled was sampled with the trainer's weights
+        assert record["train/train_rollout_logprob_abs_diff_max"] < 1e-3
+    log = (run / "logs" / "driver.log").read_text()
+    assert "trying again" not in log
+
+
 @pytest.mark.timeout(900)
 def test_a_killed_rank_costs_a_detour_and_one_rank_can_go_on(toy: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -77,6 +92,24 @@ def test_a_killed_rank_costs_a_detour_and_one_rank_can_go_on(toy: Command, tmp_p
     assert len(trained) == len(set(trained))
     toy.run("train", "--resume", run, "--plain", "--steps", steps[-1] + 2, "--trainer.ranks", 1)
     assert records(run)[-1]["step"] == steps[-1] + 2
+    assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(900)
+def test_ranks_that_send_together_and_are_killed_again_and_again_cost_a_detour_each(
+    toy: Command, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ("--plain", "--steps", 100000, "--checkpoint-every", 1, "--trainer.ranks", 2, "--engine.replicas", 2)
+    more = ("--sync.transport", "peer", "--runtime.trainer_restarts", 4)
+    process = toy.start("train", "--run-dir", run, *options, *more)
+    wait_for_records(process, run, 3, PATIENCE_S)
+    for name in ("trainer-1", "trainer", "trainer-1"):
+        lose(process, run, signal.SIGKILL, name)
+    assert interrupted(process, run) == 3
+    steps = [record["step"] for record in records(run)]
+    assert steps == list(range(len(steps)))
     assert all(record["rollout/token_mismatches"] == 0 for record in records(run)[1:])
 
 

@@ -96,7 +96,7 @@ def test_a_rank_that_fails_alone_ends_the_group(pair: tuple[Team, list[socket.so
 def test_a_step_that_failed_on_all_ranks_leaves_the_group_whole(pair: tuple[Team, list[socket.socket]]) -> None:
     team, _ = pair
     team.tell([link.Save(directory="/bug")] * 2)
-    team.drop_answers()
+    assert [type(reply) for reply in team.replies()] == [link.Failed] * 2
     team.require_whole()
     team.tell([link.Save(directory="/ok")] * 2)
     assert len(team.answers(link.Done)) == 2

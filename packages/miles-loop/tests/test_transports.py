@@ -235,6 +235,13 @@ async def test_peers_are_asked_for_their_memory_and_the_trainer_is_told() -> Non
             await connected(other, sglang())
 
 
+async def test_engines_of_a_trainer_of_several_ranks_come_behind_all_of_them() -> None:
+    a, b = Client("http://10.0.0.1:5"), Client("http://10.0.0.2:5")
+    await connected(PeerTransport(Sender(), "miles_tcp", 30, senders=3), a, b)
+    joins = [client.said("/init_weights_update_group")[0] for client in (a, b)]
+    assert [(j["senders"], j["rank_offset"], j["world_size"]) for j in joins] == [(3, 3, 5), (3, 4, 5)]
+
+
 async def test_sglang_has_a_version_only_before_the_first_bucket_and_after_the_commit() -> None:
     client = sglang()
     (engine,) = await connected(BroadcastTransport(Sender()), client)

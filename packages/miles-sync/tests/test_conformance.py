@@ -165,7 +165,7 @@ class PeerFleet(Fleet):
     engines_hold = layouts.engine(2)
 
     def backend(self) -> PeerBackend:
-        return TcpBackend(timeout_s=2.0)
+        return TcpBackend(timeout_s=TIMEOUT_S)
 
     def receiver(self, rank: int, name: str) -> Any:
         return PeerReceiver(self.trainer_holds, self.engines_hold, rank, self.backend())
@@ -216,7 +216,7 @@ class NixlPeerFleet(PeerFleet):
     def backend(self) -> PeerBackend:
         from miles_sync.peer.nixl import NixlBackend
 
-        return NixlBackend(timeout_s=4.0)
+        return NixlBackend(timeout_s=TIMEOUT_S)
 
 
 PEERS = [PeerFleet, SharedPeerFleet, TensorParallelPeerFleet, ReplicatedPeerFleet, NixlPeerFleet]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest, WeightUpdateError
 from miles_loop.trainer_link import SenderSettings
@@ -14,7 +15,7 @@ from miles_sync.disk import DeltaPublisher, DiskSender, FolderStore
 from miles_sync.group import Meeting
 from miles_sync.layout import whole
 from miles_sync.messages import AnyBucket, GroupOffer, PeerBucket
-from miles_sync.peer import PeerSender
+from miles_sync.peer import PeerSender, merge
 from miles_sync.peer.engine import make_backend, split_address
 
 
@@ -43,10 +44,28 @@ class WeightSender(Protocol):
         """Free everything."""
 
 
-def make_sender(settings: SenderSettings) -> WeightSender:
-    """The sender of the transport that the settings name."""
+@runtime_checkable
+class JointSender(Protocol):
+    """A `WeightSender` of a transport that all ranks of a trainer group send by, each its own part of every bucket."""
+
+    def merge(self, buckets: Sequence[AnyBucket]) -> AnyBucket:
+        """The parts of one bucket, in the order of ranks, as one.
+
+        Raises:
+            SourcesDifferError: the ranks do not hold the same weights.
+        """
+
+
+def every_rank_sends(settings: SenderSettings) -> bool:
+    """Whether each rank of a trainer group has a sender; with other transports rank 0 alone has one."""
+    return settings.transport == "peer"
+
+
+def make_sender(settings: SenderSettings, rank: int = 0, ranks: int = 1) -> WeightSender:
+    """The sender of the transport that the settings name, for one of the ranks that send."""
     makers: dict[str, Callable[[SenderSettings], WeightSender]]
-    makers = {"local": _Local, "broadcast": _Broadcast, "peer": _Peer, "disk": _Disk}
+    peer = partial(_Peer, rank=rank, ranks=ranks)
+    makers = {"local": _Local, "broadcast": _Broadcast, "peer": peer, "disk": _Disk}
     maker = makers.get(settings.transport)
     if maker is None:
         raise InvalidFieldError("sync.transport", settings.transport, f"use one of {', '.join(makers)}")
@@ -83,11 +102,12 @@ class _Broadcast(BroadcastSender):
 
 
 class _Peer:
-    """Every engine holds the whole model; its address names its memory."""
+    """Every engine, and every rank of the trainer, holds the whole model; an engine's address names its memory."""
 
-    def __init__(self, settings: SenderSettings) -> None:
-        self._bucket_bytes = settings.bucket_bytes
-        self._writer = make_backend(settings.peer_backend, directory=settings.directory).writer()
+    def __init__(self, settings: SenderSettings, rank: int, ranks: int) -> None:
+        self._bucket_bytes, self._rank, self._ranks = settings.bucket_bytes, rank, ranks
+        backend = make_backend(settings.peer_backend, directory=settings.directory, timeout_s=settings.timeout_s)
+        self._writer = backend.writer()
         self._sender: PeerSender | None = None
 
     def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
@@ -97,16 +117,24 @@ class _Peer:
             WeightUpdateError: an engine's memory is not laid out for what this trainer sends.
         """
         handles = [split_address(address, specs) for address in receivers]
-        source, target = whole(specs), whole(specs, len(handles))
-        self._sender = PeerSender(source, target, 0, self._writer, handles, self._bucket_bytes)
+        self._writer.keep(handles)
+        source, target = whole(specs, self._ranks), whole(specs, len(handles))
+        self._sender = PeerSender(source, target, self._rank, self._writer, handles, self._bucket_bytes)
 
     def send(
         self, tensors: Iterable[tuple[str, Any]], manifest: WeightManifest, update_id: str
     ) -> Iterator[PeerBucket]:
-        """Write into every engine's memory, round by round."""
+        """Write our part into every engine's memory, round by round."""
+        return self._connected().send(tensors, manifest, update_id)
+
+    def merge(self, buckets: Sequence[AnyBucket]) -> PeerBucket:
+        """What all ranks have written in a round."""
+        return merge(self._connected().plan, [bucket for bucket in buckets if isinstance(bucket, PeerBucket)])
+
+    def _connected(self) -> PeerSender:
         if self._sender is None:
             raise WeightUpdateError("no receiver has been named yet")
-        return self._sender.send(tensors, manifest, update_id)
+        return self._sender
 
     def acknowledge(self, update_id: str, index: int) -> None:
         """The model's own tensors are read: nothing to free."""

@@ -46,7 +46,8 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
         case TransportKind.BROADCAST:
             return BroadcastTransport(sender, flush=sync.mode is not PauseMode.IN_PLACE)
         case TransportKind.PEER:
-            return PeerTransport(sender, peer_group_backend(sync.peer_backend), sync.deadline_s)
+            backend = peer_group_backend(sync.peer_backend)
+            return PeerTransport(sender, backend, sync.deadline_s, config.runtime.trainer_ranks)
         case TransportKind.DISK:
             assert config.run_dir is not None  # a run has one before anything is started
             checkpoint = sync.checkpoint_dir or config.run_dir / "engine-weights"

@@ -205,6 +205,6 @@ def _absolute(directory: Path) -> str:
 
 def _error_of(reply: link.Failed) -> MilesError:
     if reply.kind == "WeightUpdateError":
-        return WeightUpdateError(reply.message)
+        return WeightUpdateError(reply.message, tensor=reply.tensor)
     reason = _REASONS.get(reply.kind, "trainer_failed")
     return TrainerFailedError(reason, f"trainer: {reply.message}", resumable=reason != "invalid_field")

@@ -14,6 +14,8 @@ The first rank of a larger trainer group asks the others in the same way, as the
        ---- Start ---------------->    ---- Start ----------->
        ---- TrainStep ------------>    ---- TrainShare ------>   (then both sum gradients)
        <--- StepDone --------------    <--- ShareDone --------
+
+Where every rank sends weights, rank 0 passes on what the driver says of them, and answers with what all have written.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
         backend: broadcast: `gloo` or `nccl`.
         peer_backend: peer: `tcp`, `shared` or `nixl`.
         store: disk: the folder that versions are published in.
-        timeout_s: broadcast: for a group to meet, and for each collective.
+        timeout_s: broadcast: for a group to meet, and for each collective; peer: for what one round writes into one
+            engine.
     """
 
     transport: str = "local"
@@ -159,9 +162,13 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
 
 
 class BeginExport(msgspec.Struct, frozen=True, kw_only=True, tag="begin_export"):
-    """Prepare the current weights, which must be of this version, for the engines."""
+    """Prepare the current weights, which must be of this version, for the engines.
+
+    Rank 0 names the update to the others (`update_id`); the driver is told the name.
+    """
 
     version: int
+    update_id: str = ""
 
 
 class ExportBegun(msgspec.Struct, frozen=True, kw_only=True, tag="export_begun"):
@@ -217,10 +224,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The request was refused or failed; `kind` is the error's class name."""
+    """The request was refused or failed; `kind` is the error's class name, `tensor` the one that it is about."""
 
     kind: str
     message: str
+    tensor: str | None = None
 
 
 Request = (

@@ -3,7 +3,8 @@
 LINK is the number of a connected socket to the driver, or the driver's `host:port`.
 
 It composes the trainer with the sender of weights; requests are answered one after the other. Of a group of several
-ranks each is such a process: rank 0 answers the driver and sends weights, the others answer rank 0.
+ranks each is such a process: rank 0 answers the driver, the others answer rank 0. Weights are sent by rank 0, or by all
+of them together where the transport has a part for each.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from miles_contracts import Group, MilesError
 from miles_loop import trainer_link as link
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
-from miles_loop.senders import WeightSender, make_sender
+from miles_loop.joint_sending import send_together
+from miles_loop.senders import JointSender, WeightSender, every_rank_sends, make_sender
 from miles_loop.trainer_server import serve_process
 from miles_loop.trainer_team import Team, TrainerMembership, share_request
 from miles_sync.messages import AnyBucket
@@ -45,7 +48,9 @@ class TrainerService:
             self.trainer.load(Path(start.checkpoint))
         if team is not None:
             self._require_version(team.answers(link.Started), team)
-        self._sender = make_sender(start.sender) if ranks is None or ranks.rank == 0 else None
+        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        sends = rank == 0 or every_rank_sends(start.sender)
+        self._sender = make_sender(start.sender, rank, size) if sends else None
         self._updates = 0
         self._buckets: Iterator[AnyBucket] = iter(())
         self._update_id = ""
@@ -75,9 +80,21 @@ class TrainerService:
                 self.trainer.save(Path(request.directory))
             case link.ExportModel():
                 self.trainer.export_hf(Path(request.directory))
+            case link.BeginExport(update_id=""):
+                # Unique for ever: an engine may outlive this process and must not take our first update for an old one.
+                self._updates += 1
+                name = f"v{request.version}-{self._updates}-{secrets.token_hex(4)}"
+                return self._send_as_group(link.BeginExport(version=request.version, update_id=name))
             case _:
-                return self._send(request, self._require_sender())
+                return self._send_as_group(request)
         return link.Done()
+
+    def _send_as_group(self, request: link.Request) -> link.Reply:
+        sender = self._require_sender()
+        own = partial(self._send, request, sender)
+        if self._team is None or not isinstance(sender, JointSender):
+            return own()
+        return send_together(self._team, request, own, sender)
 
     def _send(self, request: link.Request, sender: WeightSender) -> link.Reply:
         """What has to do with weights on their way to the engines."""
@@ -86,7 +103,7 @@ class TrainerService:
                 specs = self.trainer.weight_manifest().tensors
                 return link.Connected(offer=sender.connect(request.receivers, specs, request.split))
             case link.BeginExport():
-                return self._begin_export(request.version, sender)
+                return self._begin_export(request, sender)
             case link.NextBucket():
                 self._require_update(request.update_id)
                 return link.BucketReady(bucket=next(self._buckets, None))
@@ -102,7 +119,7 @@ class TrainerService:
 
     def _require_sender(self) -> WeightSender:
         if self._sender is None:
-            raise MilesError("only rank 0 of a trainer group sends weights")
+            raise MilesError("only rank 0 of a trainer group sends weights by this transport")
         return self._sender
 
     def _train(self, groups: list[Group]) -> link.StepDone:
@@ -136,7 +153,7 @@ class TrainerService:
         except (RankLostError, RanksDivergedError) as error:
             raise team.give_up(error) from error
         except Exception:  # raised on; what the others answer must not be taken for answers to the next request
-            team.drop_answers()
+            team.replies()
             raise
         done = team.answers(link.ShareDone)
         self._require_version(done, team)
@@ -164,12 +181,10 @@ class TrainerService:
             routes=[link.row_digests_of(t) for t in share.trajectories],
         )
 
-    def _begin_export(self, version: int, sender: WeightSender) -> link.ExportBegun:
-        if version != self.trainer.version:
-            raise MilesError(f"asked to export version {version}, the trainer has {self.trainer.version}")
-        self._updates += 1
-        # Unique for ever: an engine may outlive this process and must not take our first update for an old one.
-        self._update_id = f"v{version}-{self._updates}-{secrets.token_hex(4)}"
+    def _begin_export(self, request: link.BeginExport, sender: WeightSender) -> link.ExportBegun:
+        if request.version != self.trainer.version:
+            raise MilesError(f"asked to export version {request.version}, the trainer has {self.trainer.version}")
+        self._update_id = request.update_id
         manifest = self.trainer.weight_manifest()
         self._buckets = iter(sender.send(self.trainer.export_weights(), manifest, self._update_id))
         return link.ExportBegun(update_id=self._update_id, manifest=manifest)

@@ -73,6 +73,13 @@ class Connection:
         self._socket.sendall(wire.encode(message))
 
 
+def failed(error: Exception) -> link.Failed:
+    """An error as an answer."""
+    if isinstance(error, WeightUpdateError):
+        return link.Failed(kind=type(error).__name__, message=error.reason, tensor=error.tensor)
+    return link.Failed(kind=type(error).__name__, message=str(error))
+
+
 def serve(connection: Connection, start: Callable[[link.Start], Service], membership: Membership | None = None) -> bool:
     """Answer until the driver says stop or is gone; returns whether it said so.
 
@@ -96,8 +103,7 @@ def serve(connection: Connection, start: Callable[[link.Start], Service], member
                     reply = service.answer(request)
             except Exception as error:  # noqa: BLE001 - request boundary: every error is an answer
                 traceback.print_exc()
-                message = error.reason if isinstance(error, WeightUpdateError) else str(error)
-                reply = link.Failed(kind=type(error).__name__, message=message)
+                reply = failed(error)
             connection.send(reply)
         return request is not None
     finally:

@@ -78,7 +78,7 @@ class Team:
             RankLostError: one did not answer.
             RankFailedError: one answered with an error, although rank 0 had none.
         """
-        replies = [self._reply(rank, connection) for rank, connection in enumerate(self._connections, start=1)]
+        replies = self.replies()
         answers: list[R] = [reply for reply in replies if isinstance(reply, kind)]
         if len(answers) < len(replies):
             rank, reply = next((n, r) for n, r in enumerate(replies, start=1) if not isinstance(r, kind))
@@ -86,14 +86,18 @@ class Team:
             raise self.give_up(RankFailedError(f"trainer rank {rank} answered {said}"))
         return answers
 
-    def drop_answers(self) -> None:
-        """Rank 0 failed in a request, and told the others: read past what they say of it.
+    def replies(self) -> list[link.Reply]:
+        """What each rank says to what it was told last, errors too: what they mean for the group is for the caller.
 
         Raises:
             RankLostError: one did not answer.
         """
-        for rank, connection in enumerate(self._connections, start=1):
-            self._reply(rank, connection)
+        return [self._reply(rank, connection) for rank, connection in enumerate(self._connections, start=1)]
+
+    @property
+    def size(self) -> int:
+        """Number of the other ranks."""
+        return len(self._connections)
 
     def _reply(self, rank: int, connection: Connection) -> link.Reply:
         try:

@@ -165,16 +165,17 @@ class BroadcastTransport:
 
 
 class PeerTransport:
-    """The trainer writes into the memory of every engine.
+    """All ranks of the trainer write into the memory of every engine.
 
     Args:
         sender: is told where to write.
         backend: name of the weight group's backend in the engines.
         timeout_s: of each write.
+        senders: ranks of the trainer.
     """
 
-    def __init__(self, sender: Sender, backend: str, timeout_s: float) -> None:
-        self._sender, self._backend, self._timeout_s = sender, backend, timeout_s
+    def __init__(self, sender: Sender, backend: str, timeout_s: float, senders: int = 1) -> None:
+        self._sender, self._backend, self._timeout_s, self._senders = sender, backend, timeout_s, senders
         self._members: tuple[str, ...] = ()
 
     async def connect(self, clients: Sequence[EngineClient]) -> list[Engine]:
@@ -195,11 +196,12 @@ class PeerTransport:
         request = GroupRequest(
             master_address=urlsplit(client.address).hostname or "",
             master_port=0,
-            rank_offset=index + 1,
-            world_size=count + 1,
+            rank_offset=self._senders + index,
+            world_size=self._senders + count,
             group_name=PEER_GROUP,
             backend=self._backend,
             timeout_s=self._timeout_s,
+            senders=self._senders if self._senders > 1 else msgspec.UNSET,
         )
         answer = await _join(client, request)
         return str(answer.get("address", ""))

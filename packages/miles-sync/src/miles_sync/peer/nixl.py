@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ from miles_contracts import InvalidFieldError, WeightUpdateError
 from miles_sync.peer.memory import Write
 from miles_sync.runs import Bytes
 
+_log = logging.getLogger(__name__)
 _PREFIX = "nixl:"
 
 
@@ -70,7 +72,11 @@ class NixlMemory:
 
 
 class NixlWriter:
-    """Writes with one request per batch."""
+    """Writes with one request per batch.
+
+    NIXL itself finds out at once that a peer's process has ended; the deadline is for one that hangs, or a network that
+    does.
+    """
 
     def __init__(self, agent: Any, timeout_s: float) -> None:
         self._agent, self._timeout_s = agent, timeout_s
@@ -94,14 +100,18 @@ class NixlWriter:
             for number, offset in enumerate(write.offsets.tolist()):
                 local.append((base + number * write.length, write.length, 0))
                 remote.append((region.address + offset, write.length, 0))
-        if local:
+        if not local:
+            return
+        try:
             self._transfer(name, local, remote, kept)
+        except WeightUpdateError:
+            self._forget(handle)  # a connection that broke stays broken; the next write makes another one
+            raise
 
     def keep(self, handles: Collection[str]) -> None:
         """Forget the other peers."""
         for handle in self._peers.keys() - set(handles):
-            name, _ = self._peers.pop(handle)
-            self._agent.remove_remote_agent(name)
+            self._forget(handle)
 
     def close(self) -> None:
         """Forget the peers."""
@@ -110,8 +120,19 @@ class NixlWriter:
     def _peer(self, handle: str) -> tuple[str, _Handle]:
         if handle not in self._peers:
             region = msgspec.json.decode(handle.removeprefix(_PREFIX), type=_Handle)
-            self._peers[handle] = (self._agent.add_remote_agent(region.metadata), region)
+            try:
+                added = self._agent.add_remote_agent(region.metadata)
+            except Exception as error:  # whatever the binding raises, the peer is out of reach
+                raise WeightUpdateError(f"nixl cannot reach a peer, it may have ended: {error}") from error
+            self._peers[handle] = (added.decode() if isinstance(added, bytes) else str(added), region)
         return self._peers[handle]
+
+    def _forget(self, handle: str) -> None:
+        name, _ = self._peers.pop(handle)
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:  # noqa: BLE001 - boundary to the binding: it is forgotten either way
+            _log.debug("nixl could not let go of %s: %s", name, error)
 
     def _transfer(
         self, name: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], kept: Sequence[Bytes]
