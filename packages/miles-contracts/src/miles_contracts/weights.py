@@ -189,12 +189,14 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         spec: of what came, with the sender's digest.
         data: uint8 [spec.num_bytes], the receiver's own memory until the next transfer but one.
+        owned: nothing else will ever be put there: whoever gets it may keep it.
         part_of: spec of the whole when this is a flat piece of a larger tensor.
         part_start: the piece's first byte.
     """
 
     spec: TensorSpec
     data: Any
+    owned: bool = False
     part_of: TensorSpec | None = None
     part_start: int = 0
 

@@ -142,6 +142,58 @@ async def test_large_tensors_may_come_on_their_own_and_small_ones_together(model
     assert {t["name"]: t["digest"] for t in mine["tensors"]} == {s.name: s.digest for s in specs}
 
 
+def laid_out(specs: Sequence[TensorSpec], update: Update) -> tuple[dict[str, Any], bytes]:
+    """One transfer in which every tensor begins at a cache line; what it brings."""
+    data, offsets = b"", []
+    for spec in specs:
+        offsets.append(len(data))
+        data += raw_bytes(update.tensors[spec.name])
+        data += bytes(-len(data) % 64)
+    return {"load_format": "miles_transfers", "offsets": offsets, "transfers": [[0, len(data)]]}, data
+
+
+async def test_what_comes_as_it_is_kept_serves_where_it_came_in_and_two_versions_take_turns(models, serve) -> None:
+    engine, sender = await serve(models("qwen3", 0)), Sender()
+    layout, places = engine.core.updates.layout, []
+    await sender.meet(engine)
+    for version in range(1, 7):
+        update = plan_update(models("qwen3", version % 2), version)
+        await engine.client.begin_weight_update(f"u{version}", update.manifest)
+        specs = chunks(update, 1)[0]
+        fields, data = laid_out(specs, update)
+        await transfer(engine, sender, announce(sender, f"u{version}", specs, **fields), [data])
+        await engine.client.commit_weight_update(f"u{version}")
+        begin = layout.read(specs[0].name).data_ptr()
+        assert [layout.read(s.name).data_ptr() - begin for s in specs] == fields["offsets"]
+        places.append(begin)
+        _, checks = await engine.post("/weights_checker", {"action": "checksum"})
+        assert {t["name"]: t["digest"] for t in checks["tensors"]} == {s.name: s.digest for s in specs}
+    assert places[2:] == places[:2] * 2
+    assert places[0] != places[1]
+
+
+@pytest.mark.parametrize("spoil", ["an expert beside it", "an address that kernels do not like"])
+async def test_a_bucket_is_copied_as_a_whole_when_one_tensor_of_it_has_to_be(models, serve, spoil: str) -> None:
+    family = "qwen3_moe" if spoil == "an expert beside it" else "qwen3"
+    engine, sender = await serve(models(family, 0)), Sender()
+    await sender.meet(engine)
+    update = plan_update(models(family, 1), 1)
+    await engine.client.begin_weight_update("u", update.manifest)
+    specs = chunks(update, 1)[0]
+    fields, data = laid_out(specs, update)
+    if family == "qwen3":
+        fields["offsets"] = [at + 16 for at in fields["offsets"]]
+        fields["transfers"], data = [[0, len(data) + 16]], bytes(16) + data
+    await transfer(engine, sender, announce(sender, "u", specs, **fields), [data])
+    await engine.client.commit_weight_update("u")
+    layout = engine.core.updates.layout
+    begin = layout.read(specs[0].name).data_ptr()
+    assert [layout.read(s.name).data_ptr() - begin for s in specs] != fields["offsets"]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in layout.tensors.values())
+    _, checks = await engine.post("/weights_checker", {"action": "checksum"})
+    assert {t["name"]: t["digest"] for t in checks["tensors"]} == {s.name: s.digest for s in specs}
+
+
 async def test_a_tensor_may_come_in_pieces(models, serve) -> None:
     engine = await serve(models("qwen3", 0))
     update, sender = plan_update(models("qwen3", 1), 1), Sender()

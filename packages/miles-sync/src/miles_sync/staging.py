@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from miles_contracts import TensorSpec, WeightManifest, WeightUpdateError
-from miles_sync.recycling import Recycler
+from miles_contracts.recycling import Recycler
 from miles_sync.tensors import Bytes, copy_with_digest, digest_bytes, from_bytes
 
 

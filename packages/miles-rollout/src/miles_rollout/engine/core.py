@@ -26,8 +26,9 @@ from miles_rollout.engine.requests import RequestLimits
 from miles_rollout.engine.sampling import sample, scale
 from miles_rollout.engine.scheduler import Limits, Scheduler
 from miles_rollout.engine.sequence import Finish, Sequence, State
+from miles_rollout.engine.staging import StagedWeights
 from miles_rollout.engine.text import TextCodec
-from miles_rollout.engine.weight_update import StagedWeights, WeightUpdates
+from miles_rollout.engine.weight_update import WeightUpdates
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from miles_contracts import (
     WeightUpdateError,
     update_group_prefix,
 )
+from miles_contracts.recycling import Recycler
 
 SENDER_RANK = 0
 
@@ -46,7 +48,8 @@ class WeightGroups:
 
     def __init__(self, specs: Sequence[TensorSpec], factories: Mapping[str, WeightGroupFactory]) -> None:
         self._specs = tuple(specs)
-        self._factories = {"gloo": TorchGroup, "nccl": TorchGroup, **factories}
+        torch_group: WeightGroupFactory = partial(TorchGroup, memory=Recycler())
+        self._factories: dict[str, WeightGroupFactory] = {"gloo": torch_group, "nccl": torch_group, **factories}
         self._lock = threading.Lock()
         self._groups: dict[str, WeightGroup] = {}
 
@@ -101,15 +104,17 @@ class WeightGroups:
 class TorchGroup:
     """Receives broadcasts of a `torch.distributed` group; rank 0 sends.
 
-    Two buffers: what the transfer before brought stays valid during this one.
+    Args:
+        request: the group.
+        specs: what the engine holds; not needed here.
+        memory: what broadcasts are received in. It is never written again while a tensor lies in it, so it may serve.
     """
 
-    def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec], memory: Recycler) -> None:
         self.address = ""
         self._name = request.group_name
         self._device = "cpu" if request.backend == "gloo" else "cuda"
-        self._buffers: list[NDArray[np.uint8]] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
-        self._count = 0
+        self._memory = memory
         timeout = timedelta(seconds=request.timeout_s)
         where = f"{request.master_address}:{request.master_port}"
         try:
@@ -136,14 +141,14 @@ class TorchGroup:
         """
         specs = _specs(bucket)
         offsets, transfers = _laid_out(bucket, specs)
-        memory = self._memory(max(begin + length for begin, length in transfers))
+        memory = self._memory.take(max(begin + length for begin, length in transfers))
         waits = [self._broadcast(memory[begin : begin + length]) for begin, length in transfers if length]
         for wait in waits:
             wait()
         whole, start = bucket.get("part_of"), bucket.get("part_start", 0)
         part_of = None if whole is None else msgspec.convert(whole, TensorSpec)
         return [
-            Arrival(spec=spec, data=memory[at : at + spec.num_bytes], part_of=part_of, part_start=start)
+            Arrival(spec=spec, data=memory[at : at + spec.num_bytes], owned=True, part_of=part_of, part_start=start)
             for spec, at in zip(specs, offsets, strict=True)
         ]
 
@@ -152,13 +157,6 @@ class TorchGroup:
         if self._group is not None:
             held, self._group = [self._group], None
             threading.Thread(target=_end, args=(held,), name="end-group", daemon=True).start()
-
-    def _memory(self, num_bytes: int) -> NDArray[np.uint8]:
-        slot = self._count % 2
-        self._count += 1
-        if len(self._buffers[slot]) < num_bytes:
-            self._buffers[slot] = np.empty(num_bytes, np.uint8)
-        return self._buffers[slot][:num_bytes]
 
     def _broadcast(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         """Start one; the result waits until it is in `memory`."""

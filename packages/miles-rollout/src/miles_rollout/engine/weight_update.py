@@ -3,9 +3,9 @@
     idle --begin--> open --bucket*--> open --commit--> idle (new weights serve)
                       |---rollback or any failed bucket, commit or load---> idle (old weights serve)
 
-Buckets are copied into staged tensors beside the serving ones, on a worker thread, while the engine goes on
-sampling; every tensor's digest is computed from the staged copy and compared with the sender's. The commit
-swaps the staged tensors in, on the model thread between two steps.
+Buckets become staged tensors beside the serving ones, on a worker thread, while the engine goes on sampling; every
+tensor's digest is computed here from what came and compared with the sender's. The commit swaps the staged tensors
+in, on the model thread between two steps.
 
 So an update needs the model's memory twice: nothing that serves may be written before everything is verified. On the
 host the second half stays between updates, because touching new pages costs as much as copying: what version n - 1
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,70 +35,10 @@ from miles_contracts import (
     digest,
 )
 from miles_rollout.engine.folder import WEIGHT_FILES, check_model_folder
+from miles_rollout.engine.staging import Pieces, StagedWeights
 from miles_rollout.engine.weight_layout import WeightLayout, dtype_name
 
 Bytes = NDArray[np.uint8]
-
-
-class StagedWeights:
-    """Copies of all of the model's tensors that do not serve yet.
-
-    Args:
-        layout: where canonical tensors live.
-        expected: what will be put, by canonical name; everything must arrive before `swap`.
-        spare: memory of the layout's tensors that nothing uses any more, by name; taken out of here as it is used.
-    """
-
-    def __init__(
-        self, layout: WeightLayout, expected: dict[str, TensorSpec], spare: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        self._layout = layout
-        self.expected = expected
-        self.missing = set(expected)
-        unused = {} if spare is None else spare
-        self._staged = {
-            name: unused.pop(name) if name in unused else torch.empty_like(t.data) for name, t in layout.tensors.items()
-        }
-
-    def put(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Copy a canonical tensor to its staged place; returns the staged view."""
-        place = self._layout.place(name)
-        target = self._staged[place.source]
-        place.write(target, value)
-        self.missing.discard(name)
-        return place.read(target)
-
-    def swap(self) -> dict[str, torch.Tensor]:
-        """Make the staged tensors the serving ones (model thread only); returns those that served, by name."""
-        if self.missing:
-            names = ", ".join(sorted(self.missing)[:5])
-            raise WeightUpdateError(f"{len(self.missing)} tensors never arrived: {names}", tensor=min(self.missing))
-        served = {}
-        for name, tensor in self._layout.tensors.items():
-            served[name], tensor.data = tensor.data, self._staged[name]
-        return served
-
-
-class Pieces:
-    """The bytes of a tensor that is larger than a bucket, arriving in pieces."""
-
-    def __init__(self, spec: TensorSpec) -> None:
-        self.spec = spec
-        self.data: Bytes = np.empty(spec.num_bytes, dtype=np.uint8)
-        self._spans: dict[int, int] = {}
-
-    def put(self, start: int, piece: Bytes) -> bool:
-        """Store a piece; whether the tensor is complete. A piece may come twice, but never overlap another."""
-        end = start + len(piece)
-        if not 0 <= start < end <= len(self.data):
-            raise WeightUpdateError(f"piece [{start}, {end}) of {len(self.data)} bytes", tensor=self.spec.name)
-        for other, other_end in self._spans.items():
-            if start < other_end and other < end and (start, end) != (other, other_end):
-                reason = f"piece [{start}, {end}) overlaps piece [{other}, {other_end})"
-                raise WeightUpdateError(reason, tensor=self.spec.name)
-        self.data[start:end] = piece
-        self._spans[start] = end
-        return sum(e - s for s, e in self._spans.items()) == len(self.data)
 
 
 class WeightUpdates:
@@ -114,6 +55,7 @@ class WeightUpdates:
         self._manifest: WeightManifest | None = None
         self._pieces: dict[str, Pieces] = {}
         self._spare: dict[str, torch.Tensor] = {}
+        self._adopted: set[str] = set()  # of what serves
         self._update_id: str | None = None
         self._committed: str | None = None
 
@@ -162,7 +104,10 @@ class WeightUpdates:
             assert staged is not None  # checked by _require_open
             try:
                 for arrival in arrivals:
-                    self._take(staged, arrival.spec, arrival.data, arrival.part_of, arrival.part_start)
+                    _require_expected(staged, arrival.part_of or arrival.spec)
+                adopted = staged.adopts(arrivals)
+                for arrival in arrivals:
+                    self._take(staged, arrival, adopted)
             except (WeightUpdateError, InvalidFieldError) as error:
                 self._forget()
                 if isinstance(error, WeightUpdateError):
@@ -185,7 +130,9 @@ class WeightUpdates:
             if self._committed is not None:
                 # Nothing reads these any more. Those of the first commit are not ours: what a model was loaded into
                 # may be shared or a mapped file. A device's allocator keeps freed memory itself.
-                self._spare = {name: tensor for name, tensor in served.items() if tensor.device.type == "cpu"}
+                # Adopted memory goes back to where it came from when nobody sees it any more.
+                self._spare = {n: t for n, t in served.items() if t.device.type == "cpu" and n not in self._adopted}
+            self._adopted = staged.adopted
             self._manifest, self._committed = manifest, update_id
             return str(manifest.version)
 
@@ -233,30 +180,43 @@ class WeightUpdates:
     def _load_bucket(self, bucket: ShmBucket) -> None:
         staged = self._staged
         assert staged is not None  # checked by _require_open
-        with open(bucket.path, "rb") as file:
+        whole, start = bucket.part_of, bucket.part_start
+        with open(bucket.path, "rb", buffering=0) as file:
             for tensor in bucket.tensors:
-                self._take(staged, tensor.spec, _read(file, bucket, tensor), bucket.part_of, bucket.part_start)
+                spec = tensor.spec
+                _require_expected(staged, whole or spec)
+                place = staged.memory(spec) if whole is None else None
+                data = np.empty(spec.num_bytes, np.uint8) if place is None else place
+                _read(file, bucket, tensor, data)
+                if place is None:
+                    self._take(staged, Arrival(spec=spec, data=data, part_of=whole, part_start=start), adopt=False)
+                else:
+                    _verify(data, spec)
+                    staged.filled(spec.name)
 
-    def _take(
-        self, staged: StagedWeights, spec: TensorSpec, data: Bytes, part_of: TensorSpec | None, start: int
-    ) -> None:
-        """Verify and stage a tensor, or a piece of `part_of`. `data` is ours: nobody writes it meanwhile."""
-        if spec.digest is None:
-            raise WeightUpdateError("it comes without a digest", tensor=spec.name)
-        _verify(data, spec.digest, spec.name)
-        if part_of is not None:
-            self._put_piece(staged, part_of, start, data)
+    def _take(self, staged: StagedWeights, arrival: Arrival, adopt: bool) -> None:
+        """Verify and stage a tensor or a piece of one. Its data is ours: nobody writes it meanwhile."""
+        spec = arrival.spec
+        _verify(arrival.data, spec)
+        if arrival.part_of is not None:
+            self._put_piece(staged, arrival.part_of, arrival.part_start, arrival.data)
+        elif adopt:
+            staged.adopt(spec, arrival.data)
         else:
-            _put(staged, spec, data)
+            _put(staged, spec, arrival.data)
 
     def _put_piece(self, staged: StagedWeights, whole: TensorSpec, start: int, piece: Bytes) -> None:
-        _require_expected(staged, whole)
-        pieces = self._pieces.setdefault(whole.name, Pieces(whole))
+        if whole.name not in self._pieces:
+            self._pieces[whole.name] = Pieces(whole, staged.memory(whole))
+        pieces = self._pieces[whole.name]
         if pieces.put(start, piece):
             del self._pieces[whole.name]
             if whole.digest is not None:
-                _verify(pieces.data, whole.digest, whole.name)
-            _put(staged, whole, pieces.data)
+                _verify(pieces.data, whole)
+            if pieces.in_place:
+                staged.filled(whole.name)
+            else:
+                _put(staged, whole, pieces.data)
 
     # -- from disk ----------------------------------------------------------------------------------------------
 
@@ -299,8 +259,8 @@ class WeightUpdates:
             return WeightManifest(version=version, tensors=tuple(specs))
 
 
-def _read(file: IO[bytes], bucket: ShmBucket, tensor: ShmTensor) -> Bytes:
-    """A private copy of a tensor's bytes: what is verified is what is kept, whatever the sender does next.
+def _read(file: FileIO, bucket: ShmBucket, tensor: ShmTensor, data: Bytes) -> None:
+    """Read a tensor's bytes into our own memory: what is verified is what is kept, whatever the sender does next.
 
     Read, not mapped: a file that shrinks under a mapping would kill the process.
     """
@@ -310,17 +270,21 @@ def _read(file: IO[bytes], bucket: ShmBucket, tensor: ShmTensor) -> Bytes:
         reason = f"bytes [{tensor.offset}, {end}) lie outside the bucket's {bucket.num_bytes}"
         raise WeightUpdateError(reason, tensor=tensor.spec.name)
     file.seek(tensor.offset)
-    data = np.fromfile(file, dtype=np.uint8, count=count)
-    if len(data) != count:
-        reason = f"{bucket.path} ends after {len(data)} of its {count} bytes"
-        raise WeightUpdateError(reason, tensor=tensor.spec.name)
-    return data
+    done, memory = 0, data.data
+    while done < count:
+        got = file.readinto(memory[done:])
+        if not got:
+            reason = f"{bucket.path} ends after {done} of its {count} bytes"
+            raise WeightUpdateError(reason, tensor=tensor.spec.name)
+        done += got
 
 
-def _verify(data: Bytes, expected: str, name: str) -> None:
+def _verify(data: Bytes, spec: TensorSpec) -> None:
+    if spec.digest is None:
+        raise WeightUpdateError("it comes without a digest", tensor=spec.name)
     actual = digest(data)
-    if actual != expected:
-        raise WeightUpdateError(f"digest {actual} here, {expected} at the sender", tensor=name)
+    if actual != spec.digest:
+        raise WeightUpdateError(f"digest {actual} here, {spec.digest} at the sender", tensor=spec.name)
 
 
 def _require_expected(staged: StagedWeights, spec: TensorSpec) -> None:
@@ -330,13 +294,11 @@ def _require_expected(staged: StagedWeights, spec: TensorSpec) -> None:
     if (want.dtype, want.shape) != (spec.dtype, spec.shape):
         reason = f"{spec.dtype}{list(spec.shape)} in the bucket, {want.dtype}{list(want.shape)} in the manifest"
         raise WeightUpdateError(reason, tensor=spec.name)
+    if want.digest is not None and want.digest != spec.digest and spec.digest is not None:
+        raise WeightUpdateError(f"digest {spec.digest} in the bucket, {want.digest} in the manifest", tensor=spec.name)
 
 
 def _put(staged: StagedWeights, spec: TensorSpec, data: Bytes) -> None:
-    _require_expected(staged, spec)
-    want = staged.expected[spec.name]
-    if want.digest is not None and want.digest != spec.digest and spec.digest is not None:
-        raise WeightUpdateError(f"digest {spec.digest} in the bucket, {want.digest} in the manifest", tensor=spec.name)
     staged.put(spec.name, torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from miles_contracts import WeightManifest, WeightUpdateError, digest
+from miles_contracts.recycling import Recycler
 from miles_sync.layout import Layout
 from miles_sync.messages import PeerBucket
 from miles_sync.peer.memory import Arena, PeerBackend
 from miles_sync.peer.sender import box_bytes
-from miles_sync.recycling import Recycler
 from miles_sync.tensors import from_bytes
 from miles_sync.transfer import plan_transfers
 

@@ -15,8 +15,12 @@ import weakref
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from miles_sync.tensors import Bytes
+Bytes = NDArray[np.uint8]
+
+_ALIGNMENT = 64
+"""What torch's own allocations begin at: kernels may sum in another order elsewhere."""
 
 _SMALLEST = 64 * 1024
 """Smaller arrays come from the allocator's own free lists, which is quicker than keeping count of them."""
@@ -43,9 +47,9 @@ class Recycler:
         self._returned: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 
     def take(self, num_bytes: int) -> Bytes:
-        """A uint8 array of this many bytes, content undefined, which nothing else looks at."""
+        """A uint8 array of this many bytes that begins at a cache line; content undefined, nothing else looks at it."""
         if num_bytes < _SMALLEST:
-            return np.empty(num_bytes, np.uint8)
+            return _allocate(num_bytes)
         with self._lock:
             self._collect()
             fitting = self._free.get(num_bytes)
@@ -53,7 +57,7 @@ class Recycler:
                 block = fitting.pop()
             else:
                 self._drop(num_bytes)
-                block = np.empty(num_bytes, np.uint8)
+                block = _allocate(num_bytes)
         lease = _Lease(block)
         weakref.finalize(lease, self._returned.put, block).atexit = False
         return np.asarray(lease)
@@ -79,3 +83,9 @@ class Recycler:
                 num_bytes -= size
             if not blocks:
                 del self._free[size]
+
+
+def _allocate(num_bytes: int) -> Bytes:
+    memory = np.empty(num_bytes + _ALIGNMENT - 1, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + num_bytes]
