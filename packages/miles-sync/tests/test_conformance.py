@@ -203,6 +203,14 @@ class TensorParallelPeerFleet(PeerFleet):
     trainer_holds = layouts.engine(4, expert_parallel=False)
 
 
+class MegatronPeerFleet(PeerFleet):
+    """Four expert-parallel trainer ranks with interleaved qkv, to two that cut experts and store the head twice."""
+
+    name = "peer, megatron"
+    trainer_holds = layouts.engine(4, interleaved=True)
+    engines_hold = layouts.engine(2, expert_parallel=False, tied_head=True)
+
+
 class ReplicatedPeerFleet(PeerFleet):
     """Two trainer ranks that hold the whole model each, as data-parallel ones do."""
 
@@ -219,7 +227,8 @@ class NixlPeerFleet(PeerFleet):
         return NixlBackend(timeout_s=TIMEOUT_S)
 
 
-PEERS = [PeerFleet, SharedPeerFleet, TensorParallelPeerFleet, ReplicatedPeerFleet, NixlPeerFleet]
+SHARDED = [PeerFleet, SharedPeerFleet, TensorParallelPeerFleet, MegatronPeerFleet, NixlPeerFleet]
+PEERS = [*SHARDED, ReplicatedPeerFleet]
 FLEETS = [LocalFleet, DiskFleet, BroadcastFleet, PackedBroadcastFleet, *PEERS]
 
 

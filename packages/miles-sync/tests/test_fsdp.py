@@ -1,8 +1,9 @@
-"""Live FSDP2 shards over gloo: two processes, whole tensors at the root, each byte once."""
+"""Live FSDP2 shards over gloo: whole tensors at the root, or each shard straight into engines; each byte once."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from sync_fleet import same_bits
-from sync_processes import Child
+from sync_processes import Child, EngineSide
 
-from miles_contracts import InvalidFieldError
+from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest
 from miles_sync.buckets import aligned
-from miles_sync.convert import local_layout, local_tensors
+from miles_sync.convert import local_layout, local_tensors, scatter
 from miles_sync.gathering import gather_tensors, plan_gather, send_shards
 from miles_sync.group import Meeting
-from miles_sync.layout import Layout
+from miles_sync.layout import Layout, RankBuilder, Slice
+from miles_sync.peer import PeerBucket, PeerReceiver, PeerSender, SourcesDifferError, merge
+from miles_sync.peer.tcp import TcpBackend
+from miles_sync.transfer import minimum_bytes, plan_transfers
 
 
 class Tiny(torch.nn.Module):
@@ -40,18 +44,22 @@ def module() -> Tiny:
 
 
 class Rank:
-    """One FSDP2 rank; `gather` is the collective of the export."""
+    """One FSDP2 rank of `replicas` groups of two; `gather` is the collective of the export."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, replicas: int = 1) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-        store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(2 * replicas))
+        store = dist.FileStore(str(folder / "store"), 2 * replicas)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * replicas)
         model = module()
-        fully_shard(model)
+        mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh if replicas > 1 else mesh["shard"])
         self.rank, self.folder = rank, folder
         self.state = dict(model.state_dict())
+        for tensor in set(self.state.values()):
+            local_of(tensor).add_(1 + rank % 2)  # what no other shard, and no freshly made model, holds
 
     def layouts(self) -> Any:
         return local_layout(self.state, tied={"head.weight": "embed.weight"})
@@ -65,6 +73,104 @@ class Rank:
         else:
             torch.save(dict(gather_tensors(group, layout, stored, plan)), self.folder / "whole.pt")
         return sum(t.nbytes for t in stored.values())
+
+    def expose(self, source: Layout, target: Layout, handles: list[str]) -> None:
+        writer = TcpBackend(timeout_s=20).writer()
+        self.sender = PeerSender(source, target, self.rank, writer, handles, 64)
+        self.names = [s.name for s in source.ranks[self.rank].stored]
+
+    def write(self, manifest: WeightManifest, update_id: str, flip: str = "") -> list[PeerBucket]:
+        """All rounds of this rank. Collectives fail, so nothing but its own shards can be written."""
+        from torch.distributed.tensor import DTensor
+
+        if flip:
+            local_of(self.state[flip]).view(torch.int32).view(-1)[0] ^= 1
+
+        def forbidden(*_: object, **__: object) -> None:
+            raise AssertionError("a shard is not to be gathered")
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("full_tensor", "redistribute"):
+                patch.setattr(DTensor, name, forbidden)
+            for name in ("all_gather", "all_gather_into_tensor", "broadcast", "all_reduce"):
+                patch.setattr(dist, name, forbidden)
+            return list(self.sender.send(local_tensors(self.state, self.names), manifest, update_id))
+
+    def full(self) -> None:
+        """The same weights as torch gathers them: a collective."""
+        whole = {name: tensor.full_tensor() for name, tensor in self.state.items() if name != "head.weight"}
+        torch.save(whole, self.folder / f"full-{self.rank}.pt")
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Memory of a rank's own part."""
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def together(ranks: list[Child], method: str, *arguments: Any) -> list[Any]:
+    """The same call in all processes at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: rank.call(method, *arguments), ranks))
+
+
+def cut_for_engines(specs: tuple[TensorSpec, ...]) -> Layout:
+    """Two engine ranks: the embedding cut by rows with padding, the head's copy of it by columns, norms whole."""
+    by_name = {spec.name: spec for spec in specs}
+    ranks = []
+    for rank in range(2):
+        builder = RankBuilder()
+        embed = by_name["embed.weight"]
+        builder.shard(Slice(spec=embed, index=rank, count=2), padded=True)
+        builder.shard(Slice(spec=embed, dim=1, index=rank, count=2), stored="head.weight")
+        for name in ("norm.bias", "norm.weight"):
+            builder.keep(by_name[name])
+        ranks.append(builder.build())
+    return Layout(tensors=specs, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fsdp2_shards_are_written_where_engine_ranks_want_them_without_being_gathered(
+    tmp_path: Path, replicas: int
+) -> None:
+    ranks = [Child(f"rank-{r}", lambda r=r: Rank(r, tmp_path, replicas)) for r in range(2 * replicas)]
+    engines: list[Child] = []
+    try:
+        answers = [rank.call("layouts") for rank in ranks]
+        source = Layout(tensors=tuple(answers[0][0]), ranks=tuple(layout for _, layout in answers))
+        target = cut_for_engines(source.tensors)
+        for number in range(2):
+            make = lambda n=number: EngineSide(PeerReceiver(source, target, n, TcpBackend(timeout_s=20)))  # noqa: E731
+            engines.append(Child(f"engine-{number}", make))
+        together(ranks, "expose", source, target, together(engines, "handle"))
+        plan = plan_transfers(source, target)
+        assert plan.num_bytes == minimum_bytes(target)
+        assert all(t.confirmer is not None for t in plan.transfers) == (replicas > 1)
+
+        manifest = WeightManifest(version=1, tensors=source.tensors)
+        together(engines, "do", "begin", "u1", manifest)
+        for parts in zip(*together(ranks, "write", manifest, "u1"), strict=True):
+            together(engines, "do", "load", merge(plan, parts))
+        together(engines, "do", "commit", "u1")
+        together(ranks, "full")
+        expected = torch.load(tmp_path / "full-0.pt")
+        for number, engine in enumerate(engines):
+            version, _, tensors = engine.call("state")
+            held = scatter(target, number, expected)
+            assert version == 1
+            assert {n: data for n, (_, _, data) in tensors.items()} == {
+                n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for n, t in held.items()
+            }
+
+        if replicas > 1:  # a replica that drifts apart is found before an engine hears of the round
+            written = [
+                rank.call("write", manifest, "u2", "embed.weight" if r == 3 else "") for r, rank in enumerate(ranks)
+            ]
+            with pytest.raises(SourcesDifferError, match=r"tensor embed\.weight: source ranks (1 and 3|3 and 1)"):
+                [merge(plan, parts) for parts in zip(*written, strict=True)]
+    finally:
+        for child in (*ranks, *engines):
+            child.stop()
 
 
 def test_fsdp2_shards_arrive_whole_at_the_root(tmp_path: Path) -> None:
@@ -81,7 +187,8 @@ def test_fsdp2_shards_arrive_whole_at_the_root(tmp_path: Path) -> None:
         other.start()
         ranks[0].call("gather", layout, meeting.port)
         other.join()
-        expected = {n: t for n, t in sorted(module().state_dict().items()) if n != "head.weight"}
+        together(ranks, "full")
+        expected = dict(sorted(torch.load(tmp_path / "full-1.pt").items()))
         assert same_bits(torch.load(tmp_path / "whole.pt"), expected)
     finally:
         for rank in ranks:
