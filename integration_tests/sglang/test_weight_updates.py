@@ -1,9 +1,9 @@
-"""Real SGLang in the update transaction: one broadcast group with an embedded engine, and what it cannot take back."""
+"""Real SGLang in the update transaction, beside an embedded engine, in a group or by handle; what cannot be undone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from weight_trainer import Trainer
 
-from miles_contracts import InvalidFieldError, PauseMode, SamplingParams, WeightUpdateError
+from miles_contracts import PauseMode, SamplingParams, WeightUpdateError
 from miles_loop.senders import make_sender
 from miles_loop.trainer_link import SenderSettings
-from miles_loop.transports import BroadcastTransport, LocalTransport
+from miles_loop.transports import BroadcastTransport, FleetTransport, LocalTransport
 from miles_rollout.engine_client import EngineClient
 from miles_sync import Expect, FleetFencedError, LogprobCanary, UpdateReport, update_weights
 
@@ -39,14 +39,24 @@ async def engines(request) -> AsyncIterator[tuple[EngineClient, EngineClient]]:
         yield sglang, embedded
 
 
+WAYS = {"broadcast": BroadcastTransport, "local": LocalTransport}
+
+
+@pytest.fixture(params=WAYS)
+def way(request) -> str:
+    """The way that weights take."""
+    return str(request.param)
+
+
 @pytest.fixture
-def trainer() -> Trainer:
-    settings = SenderSettings(transport="broadcast", bucket_bytes=BUCKET_BYTES, timeout_s=60)
-    return Trainer(make_sender(settings), {})
+def trainer(way: str) -> Iterator[Trainer]:
+    sender = make_sender(SenderSettings(transport=way, bucket_bytes=BUCKET_BYTES, timeout_s=60))
+    yield Trainer(sender, {})
+    sender.close()
 
 
 async def update(
-    transport: BroadcastTransport, trainer: Trainer, clients: tuple[EngineClient, ...], version: int
+    transport: FleetTransport, trainer: Trainer, clients: tuple[EngineClient, ...], version: int
 ) -> UpdateReport:
     """One update, as a fleet does it."""
     try:
@@ -70,10 +80,10 @@ async def greedy(engine: EngineClient) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-async def test_both_kinds_of_engine_are_updated_in_one_group(name: str, trainer: Trainer, request) -> None:
+async def test_both_kinds_of_engine_are_updated_together(name: str, way: str, trainer: Trainer, request) -> None:
     served = request.getfixturevalue(name)
     async with EngineClient(served.sglang) as sglang, EngineClient(served.embedded) as embedded:
-        transport = BroadcastTransport(trainer)
+        transport = WAYS[way](trainer)
         for version, folder in ((1, served.folders[1]), (2, served.folders[0])):
             trainer.weights = weights_in(folder)
             report = await update(transport, trainer, (sglang, embedded), version)
@@ -90,11 +100,11 @@ async def test_both_kinds_of_engine_are_updated_in_one_group(name: str, trainer:
 
 
 async def test_an_overwritten_sglang_serves_again_only_after_a_whole_update(
-    engines: tuple[EngineClient, EngineClient], trainer: Trainer, request
+    engines: tuple[EngineClient, EngineClient], way: str, trainer: Trainer, request
 ) -> None:
     sglang, embedded = engines
     folder = request.getfixturevalue("dense").folders[0]
-    transport = BroadcastTransport(trainer)
+    transport = WAYS[way](trainer)
     trainer.weights = weights_in(folder)
     await update(transport, trainer, engines, 3)
     before = await greedy(embedded)
@@ -113,7 +123,7 @@ async def test_an_overwritten_sglang_serves_again_only_after_a_whole_update(
         await (await transport.connect(engines))[0].resume()
     # A driver that comes later knows as much from the engine itself, and finds the way out.
     trainer.stumble_at = None
-    fresh = BroadcastTransport(trainer)
+    fresh = WAYS[way](trainer)
     await update(fresh, trainer, engines, 4)
     assert [await e.weight_version() for e in engines] == [4, 4]
     ids, logprobs = await greedy(sglang)
@@ -122,10 +132,10 @@ async def test_an_overwritten_sglang_serves_again_only_after_a_whole_update(
 
 
 async def test_answers_that_run_over_an_update_name_both_versions(
-    engines: tuple[EngineClient, EngineClient], trainer: Trainer, request
+    engines: tuple[EngineClient, EngineClient], way: str, trainer: Trainer, request
 ) -> None:
     folder = request.getfixturevalue("dense").folders[0]
-    transport = BroadcastTransport(trainer)
+    transport = WAYS[way](trainer)
     trainer.weights = weights_in(folder)
     await update(transport, trainer, engines, 5)
     params = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
@@ -136,8 +146,3 @@ async def test_answers_that_run_over_an_update_name_both_versions(
         versions = [span.version for span in answer.version_spans]
         assert versions in ([5, 6], [6], [5])  # how far an engine was is its own affair; nothing in between is named
         assert answer.version_spans[-1].end == 400
-
-
-async def test_transports_that_sglang_does_not_speak_are_refused(engines: tuple[EngineClient, EngineClient]) -> None:
-    with pytest.raises(InvalidFieldError, match=r"sync\.transport.*broadcast or disk"):
-        await LocalTransport().connect(engines)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest, WeightUpdateError
 from miles_loop.trainer_link import SenderSettings
-from miles_sync import LocalSender
 from miles_sync.broadcast import BroadcastSender
 from miles_sync.disk import DeltaPublisher, DiskSender, FolderStore
 from miles_sync.group import Meeting
+from miles_sync.handing import HandingSender
 from miles_sync.layout import whole
 from miles_sync.messages import AnyBucket, GroupOffer, PeerBucket
 from miles_sync.peer import PeerSender, merge
@@ -69,22 +70,34 @@ def make_sender(settings: SenderSettings, rank: int = 0, ranks: int = 1) -> Weig
     maker = makers.get(settings.transport)
     if maker is None:
         raise InvalidFieldError("sync.transport", settings.transport, f"use one of {', '.join(makers)}")
-    try:
+    with _as_the_user_knows_it():
         return maker(settings)
+
+
+@contextmanager
+def _as_the_user_knows_it() -> Iterator[None]:
+    try:
+        yield
     except InvalidFieldError as error:
         if error.field != "directory":
             raise
-        raise InvalidFieldError("sync.directory", error.value, error.remedy) from error  # as the user knows it
+        raise InvalidFieldError("sync.directory", error.value, error.remedy) from error
 
 
-class _Local(LocalSender):
-    """Shared memory: receivers open what is announced."""
+class _Local(HandingSender):
+    """Shared memory: receivers open what is announced, files or handles."""
 
     def __init__(self, settings: SenderSettings) -> None:
-        super().__init__(Path(settings.directory), settings.bucket_bytes, receivers_copy=True)
+        super().__init__(Path(settings.directory), settings.bucket_bytes)
 
     def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
-        """Nobody has to be told anything."""
+        """Only those that take handles have to be known.
+
+        Raises:
+            InvalidFieldError: the shared-memory mount has no handles.
+        """
+        with _as_the_user_knows_it():
+            self.set_receivers(receivers)
 
 
 class _Broadcast(BroadcastSender):

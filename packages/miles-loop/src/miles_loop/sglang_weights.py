@@ -12,13 +12,15 @@ the checksums of all its engines are held against each other, and the canary ask
 
 from __future__ import annotations
 
+import base64
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from miles_contracts import EngineError, MilesError, WeightManifest, WeightUpdateError
 from miles_contracts.engine_proxy import EngineProxy
 from miles_rollout.engine_client import EngineClient
-from miles_sync.messages import BroadcastBucket
+from miles_sync.messages import BroadcastBucket, HandleBucket, handle_name
 
 PARTIAL = "partial-"
 """Beginning of the version of an engine between two versions."""
@@ -37,17 +39,22 @@ class SglangFleet:
         self._first: tuple[str, str, dict[str, str]] | None = None
 
     async def ranks(self, client: EngineClient) -> int:
-        """Members that an engine brings into a group: its tensor-parallel ranks.
+        """Receivers that an engine is: its tensor-parallel ranks.
 
         Raises:
-            WeightUpdateError: it has ranks that SGLang cannot update in a group.
+            WeightUpdateError: it has ranks that SGLang cannot update over a group or by handle.
+        """
+        return _ranks(client, await client.server_info())
+
+    async def handle_names(self, client: EngineClient) -> tuple[str, ...]:
+        """By what the sender has to know an engine's ranks, to make handles for them.
+
+        Raises:
+            WeightUpdateError: as `ranks`.
         """
         info = await client.server_info()
-        for name in ("dp_size", "pp_size"):
-            if int(info.get(name) or 1) > 1:
-                reason = f"SGLang updates no {name} = {info[name]} over a group; start more engines instead"
-                raise WeightUpdateError(reason, engine=client.url)
-        return int(info.get("tp_size") or 1)
+        device = str(info.get("device") or "cpu")
+        return tuple(handle_name(client.url, rank, device) for rank in range(_ranks(client, info)))
 
     def engine(self, client: EngineClient) -> SglangEngine:
         """The engine of this client, the same one every time."""
@@ -111,24 +118,34 @@ class SglangEngine(EngineProxy):
         self._open = (update_id, manifest)
 
     async def load_bucket(self, bucket: Any) -> None:
-        """Take part in the collective that the bucket describes, and let SGLang load what came."""
-        assert isinstance(bucket, BroadcastBucket)
+        """Let SGLang load what the bucket's collective brings, or what its handles open."""
+        assert isinstance(bucket, BroadcastBucket | HandleBucket)
         self._require(bucket.update_id)
-        body = flattened(bucket)
+        path, body = self._call_for(bucket)
         # Only a commit makes it a version: whoever asks meanwhile, also after this driver died, is told so.
         body["weight_version"] = PARTIAL + bucket.update_id
         body["flush_cache"] = self._fleet.flush and bucket.last
         self._overwritten = True
         what = f"bucket {bucket.index} of weight update {bucket.update_id}"
         try:
-            await self._client.weight_call("/update_weights_from_distributed", body, what)
+            await self._client.weight_call(path, body, what)
         except MilesError:
-            # Whoever does not take part must not keep the others waiting in the collective.
-            with contextlib.suppress(MilesError):
-                await self._client.leave_weight_group(bucket.group)
+            if isinstance(bucket, BroadcastBucket):
+                # Whoever does not take part must not keep the others waiting in the collective.
+                with contextlib.suppress(MilesError):
+                    await self._client.leave_weight_group(bucket.group)
             raise
         if bucket.last:
             await self._fleet.compare(self._client, bucket.update_id)
+
+    def _call_for(self, bucket: BroadcastBucket | HandleBucket) -> tuple[str, dict[str, Any]]:
+        if isinstance(bucket, BroadcastBucket):
+            return "/update_weights_from_distributed", flattened(bucket)
+        handles = bucket.handles_of(self.url)
+        if not handles:
+            raise WeightUpdateError(f"bucket {bucket.index} has no handle for it", engine=self.url)
+        packed = [base64.b64encode(handle).decode() for handle in handles]
+        return "/update_weights_from_tensor", {"serialized_named_tensors": packed, "load_format": "flattened_bucket"}
 
     async def commit_weight_update(self, update_id: str) -> None:
         """Close the session and give the weights their number. Committing the same update again changes nothing."""
@@ -162,6 +179,14 @@ class SglangEngine(EngineProxy):
         if self._open is None or self._open[0] != update_id:
             raise WeightUpdateError(f"update {update_id} was not begun here", engine=self.url)
         return self._open[1]
+
+
+def _ranks(client: EngineClient, info: Mapping[str, Any]) -> int:
+    for name in ("dp_size", "pp_size"):
+        if int(info.get(name) or 1) > 1:
+            reason = f"SGLang updates no {name} = {info[name]} over a group or by handle; start more engines instead"
+            raise WeightUpdateError(reason, engine=client.url)
+    return int(info.get("tp_size") or 1)
 
 
 def flattened(bucket: BroadcastBucket) -> dict[str, Any]:

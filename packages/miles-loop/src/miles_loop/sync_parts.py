@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_contracts import PauseMode
-from miles_loop.config import CanaryKind, RunConfig, TransportKind
+from miles_loop.config import CanaryKind, RunConfig, RuntimeKind, TransportKind
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import (
     BroadcastTransport,
@@ -53,7 +53,8 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
             checkpoint = sync.checkpoint_dir or config.run_dir / "engine-weights"
             return DiskTransport(weight_store(config), checkpoint.absolute(), model)
         case TransportKind.LOCAL:
-            return LocalTransport()
+            here = config.runtime.kind is RuntimeKind.LOCAL  # a cluster asks its nodes what they share
+            return LocalTransport(sender, flush=sync.mode is not PauseMode.IN_PLACE, check_host=here)
 
 
 def canary_of(config: RunConfig) -> Expect | None:

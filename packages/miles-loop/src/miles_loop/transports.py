@@ -23,14 +23,16 @@ from miles_contracts import (
     GroupRequest,
     InvalidFieldError,
     MilesError,
+    ShmBucket,
     WeightUpdateError,
 )
 from miles_contracts.engine_proxy import EngineProxy
+from miles_loop.ports import Port
 from miles_loop.sglang_weights import SglangFleet, flattened
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.engine_identity import EngineKind
 from miles_sync.disk import DeltaSubscriber, DiskEngine, FolderStore
-from miles_sync.messages import BroadcastBucket, GroupOffer, PeerBucket
+from miles_sync.messages import BroadcastBucket, GroupOffer, HandleBucket, PeerBucket
 
 
 class NotConnectedError(WeightUpdateError):
@@ -60,18 +62,46 @@ class FleetTransport(Protocol):
 
 
 class LocalTransport:
-    """Shared memory: engines of this machine open the files that a bucket names."""
+    """Memory of this machine: embedded engines open the files that a bucket names, SGLang opens memory by handle.
+
+    Args:
+        sender: makes the handles; without one SGLang is not reached.
+        flush: as of `BroadcastTransport`.
+        check_host: refuse an SGLang that is not on this machine; False where others see to that.
+    """
+
+    def __init__(self, sender: Sender | None = None, *, flush: bool = True, check_host: bool = True) -> None:
+        self._sender, self._check_host = sender, check_host
+        self._sglang = SglangFleet(flush=flush)
+        self._members: tuple[str, ...] | None = ()
 
     async def connect(self, clients: Sequence[EngineClient]) -> list[Engine]:
-        """Only the embedded engine reads such files."""
-        for client in clients:
-            if await _kind(client) is EngineKind.SGLANG:
-                remedy = f"the SGLang at {client.url} takes no shared-memory buckets; use broadcast or disk"
-                raise InvalidFieldError("sync.transport", "local", remedy)
-        return list(clients)
+        """Tell the sender for whom it makes handles, when these are others than before."""
+        sglang = [client for client in clients if await _kind(client) is EngineKind.SGLANG]
+        names = {client.url: await self._handle_names(client) for client in sglang}
+        # Where everybody opens files the sender has to know nobody.
+        members = tuple(n for c in clients for n in names.get(c.url, (c.url,))) if sglang else ()
+        if members != self._members:
+            self._members = None
+            if self._sender is not None:
+                await self._sender.connect(members, split=not sglang)
+            self._members = members
+        return [self._sglang.engine(c) if c in sglang else FileEngine(c) for c in clients]
+
+    async def _handle_names(self, client: EngineClient) -> tuple[str, ...]:
+        host = urlsplit(client.address).hostname or ""
+        if self._sender is None or (self._check_host and not _is_here(host)):
+            remedy = f"the SGLang at {client.url} is not on the trainer's machine; use broadcast or disk"
+            raise InvalidFieldError("sync.transport", "local", remedy)
+        try:
+            return await self._sglang.handle_names(client)
+        except (EngineError, DeadlineExceededError) as error:
+            raise NotConnectedError(f"it does not say how many ranks it has: {error}", engine=client.url) from error
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """The trainer may be another one: tell it again."""
+        if self._members != ():
+            self._members = None
 
 
 class DiskTransport:
@@ -237,6 +267,16 @@ class BroadcastEngine(EngineProxy):
         await self._client.weight_call("/update_weights_from_distributed", body, what)
 
 
+class FileEngine(EngineProxy):
+    """An embedded engine that opens the files of buckets, also of those that others open by handle."""
+
+    async def load_bucket(self, bucket: Any) -> None:
+        """Have the engine copy and verify the file."""
+        file = bucket.file if isinstance(bucket, HandleBucket) else bucket
+        assert isinstance(file, ShmBucket)  # the sender leaves files out only where nobody opens them
+        await super().load_bucket(file)
+
+
 class PeerEngine(EngineProxy):
     """An embedded engine whose memory the trainer writes."""
 
@@ -255,6 +295,15 @@ class PeerEngine(EngineProxy):
         }
         what = f"round {bucket.index} of weight update {bucket.update_id}"
         await self._client.weight_call("/update_weights_from_distributed", body, what)
+
+
+def _is_here(host: str) -> bool:
+    """Whether this machine has the address: only then can it be listened on."""
+    try:
+        Port(host).close()
+    except OSError:
+        return False
+    return True
 
 
 async def _kind(client: EngineClient) -> EngineKind:
