@@ -66,6 +66,8 @@ def test_every_engine_gets_every_tensor_once_with_the_writers_digest(groups: lis
             for arrival in group.receive(body):
                 assert arrival.spec.name not in got[engine]
                 assert arrival.part_of is None
+                assert arrival.owned, "the engine need not copy it once more"
+                assert arrival.data.ctypes.data % 64 == 0
                 assert digest(arrival.data) == arrival.spec.digest
                 got[engine][arrival.spec.name] = arrival.data.tobytes()
     raw = {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in WEIGHTS.items()}

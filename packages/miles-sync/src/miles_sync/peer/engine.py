@@ -10,6 +10,7 @@ Nobody writes to the copies: what was verified is what will serve, whatever a la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from miles_contracts import (
     WeightUpdateError,
     digest,
 )
+from miles_contracts.recycling import Recycler
+from miles_sync.buckets import aligned
 from miles_sync.layout import whole
 from miles_sync.messages import Written, peer_group_backend
 from miles_sync.peer.memory import Arena, PeerBackend
 from miles_sync.peer.shared import SharedBackend
 from miles_sync.peer.tcp import TcpBackend
+from miles_sync.runs import Bytes
 from miles_sync.transfer import Transfer, plan_transfers, runs
 
 
@@ -57,11 +61,13 @@ def make_backend(
 def peer_factories(directory: str = "/dev/shm") -> dict[str, WeightGroupFactory]:
     """What an engine server has to be given to be a peer, by the backend's name in `/init_weights_update_group`."""
 
+    copies = Recycler()  # of the engine, whatever groups it joins one after the other
+
     def factory(kind: str) -> Callable[[GroupRequest, Sequence[TensorSpec]], WeightGroup]:
         def join(request: GroupRequest, specs: Sequence[TensorSpec]) -> WeightGroup:
             # The engine is asked to join by an address of its own: where its peers reach it.
             backend = make_backend(kind, host=request.master_address, directory=directory, timeout_s=request.timeout_s)
-            return PeerGroup(request, specs, backend)
+            return PeerGroup(request, specs, backend, copies)
 
         return join
 
@@ -75,9 +81,13 @@ class PeerGroup:
         request: who we are among how many.
         specs: what the engine holds.
         backend: exposes the region.
+        copies: what the region is copied into. It is never written again while a tensor lies in it, so it may serve.
     """
 
-    def __init__(self, request: GroupRequest, specs: Sequence[TensorSpec], backend: PeerBackend) -> None:
+    def __init__(
+        self, request: GroupRequest, specs: Sequence[TensorSpec], backend: PeerBackend, copies: Recycler
+    ) -> None:
+        self._copies = copies
         senders = 1 if request.senders is msgspec.UNSET else request.senders
         rank = request.rank_offset - senders
         sources, targets = whole(tuple(specs), senders), whole(tuple(specs), request.world_size - senders)
@@ -95,20 +105,25 @@ class PeerGroup:
             raise InvalidFieldError("written", type(bucket.get("written")).__name__, str(error)) from error
         # The others are other engines'.
         mine = [(self._mine[one.transfer], one.digest) for one in written if one.transfer in self._mine]
-        return [self._arrival(transfer, stated) for transfer, stated in mine]
+        begins = list(accumulate((aligned(transfer.num_bytes) for transfer, _ in mine), initial=0))
+        memory = self._copies.take(begins[-1])
+        return [
+            self._arrival(transfer, stated, memory[begin : begin + transfer.num_bytes])
+            for (transfer, stated), begin in zip(mine, begins, strict=False)
+        ]
 
-    def _arrival(self, transfer: Transfer, stated: str | None) -> Arrival:
-        """A whole tensor, or the rows of it that one sender wrote."""
+    def _arrival(self, transfer: Transfer, stated: str | None, data: Bytes) -> Arrival:
+        """A whole tensor, or the rows of it that one sender wrote, copied to `data`."""
         whole_spec = self._arena.specs[transfer.name]
         # Nothing is cut but the first dimension with an extent, so a part is contiguous here as well.
         offsets, _ = runs(transfer.shape, whole_spec.shape, transfer.target_at, DTYPE_BYTES[whole_spec.dtype])
         start, size = int(offsets[0]), transfer.num_bytes
         begin = self._arena.offsets[transfer.name] + start
-        data = self._memory.data[begin : begin + size].copy()
+        data[:] = self._memory.data[begin : begin + size]
         if size == whole_spec.num_bytes:
-            return Arrival(spec=msgspec.structs.replace(whole_spec, digest=stated), data=data)
+            return Arrival(spec=msgspec.structs.replace(whole_spec, digest=stated), data=data, owned=True)
         piece = TensorSpec(name=transfer.name, dtype="uint8", shape=(size,), digest=stated)
-        return Arrival(spec=piece, data=data, part_of=whole_spec, part_start=start)
+        return Arrival(spec=piece, data=data, owned=True, part_of=whole_spec, part_start=start)
 
     def close(self) -> None:
         """Give the region up."""
