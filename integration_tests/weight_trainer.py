@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from miles_contracts import WeightManifest, WeightUpdateError
+from miles_loop.expected_checksums import ExpectedChecksums
 from miles_loop.senders import WeightSender
 from miles_sync.messages import GroupOffer, PeerBucket
+from miles_sync.sglang_layout import ChecksumTable, SglangForm
 from miles_sync.tensors import spec_of
 
 
@@ -28,6 +31,8 @@ class Trainer:
         corrupt: tensor whose announced digest is wrong.
         stumble_at: index of the bucket at which the trainer fails.
         before: called with each bucket before it is handed out.
+        model: folder of the model's configuration; without it the trainer knows no checksums of SGLang's.
+        flip: tensor of which one bit is another when it is sent than it is here, and the number of that bit.
     """
 
     def __init__(self, sender: WeightSender, weights: dict[str, torch.Tensor]) -> None:
@@ -35,6 +40,8 @@ class Trainer:
         self.corrupt = ""
         self.stumble_at: int | None = None
         self.before: Any = lambda bucket: None
+        self.model: Path | None = None
+        self.flip: tuple[str, int] | None = None
         self._count = 0
 
     async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
@@ -44,10 +51,31 @@ class Trainer:
     async def begin(self, version: int) -> tuple[str, WeightManifest]:
         self._count += 1
         self._sent, self._manifest = self.weights, manifest_of(self.weights, version)
+        specs = self._manifest.tensors
+        self._expected = ExpectedChecksums(self.model, specs, 1 << 20) if self.model is not None else None
         return f"update-{version}-{self._count}-{id(self):x}", self._manifest
 
+    async def expect_checksums(self, update_id: str, form: SglangForm) -> None:
+        if self._expected is not None:
+            self._expected.expect(form)
+
+    async def checksums(self, update_id: str, form: SglangForm) -> ChecksumTable:
+        if self._expected is None:
+            return ChecksumTable(nothing="this trainer has no configuration of its model")
+        return await asyncio.to_thread(self._expected.table, form)
+
+    def _flipped(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As if the bit had changed on the way."""
+        name, bit = self.flip or ("", 0)
+        for sent, tensor in tensors:
+            if sent == name:
+                tensor = tensor.clone()
+                tensor.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+            yield sent, tensor
+
     async def buckets(self, update_id: str) -> AsyncIterator[Any]:
-        sending = self.sender.send(self._sent.items(), self._manifest, update_id)
+        tensors = self._flipped(self._expected.tap(self._sent.items()) if self._expected else self._sent.items())
+        sending = self.sender.send(tensors, self._manifest, update_id)
         while (bucket := await asyncio.to_thread(next, sending, None)) is not None:
             if bucket.index == self.stumble_at:
                 raise WeightUpdateError("the trainer stumbles")
@@ -58,6 +86,8 @@ class Trainer:
         self.sender.acknowledge(update_id, index)
 
     async def release(self, update_id: str) -> None:
+        if self._expected is not None:
+            self._expected.close()
         await asyncio.to_thread(self.sender.release, update_id)
 
 

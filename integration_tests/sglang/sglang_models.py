@@ -33,8 +33,8 @@ def write_dense(folder: Path, seed: int) -> None:
     Qwen3ForCausalLM(Qwen3Config(**_SIZES)).save_pretrained(folder)
 
 
-def write_moe(folder: Path, seed: int) -> None:
-    """Write a random mixture-of-experts model as a Hugging Face folder."""
+def write_moe(folder: Path, seed: int, inner: int = 32) -> None:
+    """Write a random mixture-of-experts model, with experts of this inner size, as a Hugging Face folder."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(**_SIZES, num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=32)
+    config = Qwen3MoeConfig(**_SIZES, num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=inner)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)

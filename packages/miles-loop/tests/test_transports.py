@@ -32,6 +32,7 @@ from miles_loop.transports import (
 )
 from miles_rollout.engine_identity import EngineIdentity, EngineKind
 from miles_sync.messages import BroadcastBucket, GroupOffer, PeerBucket, Written
+from miles_sync.sglang_layout import ChecksumTable, SglangForm
 
 SPECS = tuple(TensorSpec(name=n, dtype="float32", shape=(2,), digest=f"xxh3_128:{n}") for n in "ab")
 MANIFEST = WeightManifest(version=7, tensors=SPECS)
@@ -113,6 +114,11 @@ class Sender:
         self.told.append((tuple(receivers), split))
         group = f"g{len(self.told)}"
         return GroupOffer(group=group, host="trainer", port=5, size=len(receivers) + 1, backend="gloo", timeout_s=9)
+
+    async def expect_checksums(self, update_id: str, form: SglangForm) -> None: ...
+
+    async def checksums(self, update_id: str, form: SglangForm) -> ChecksumTable:
+        return ChecksumTable(nothing="this trainer hashes nothing")
 
 
 def bucket(index: int = 0, *, last: bool = False) -> BroadcastBucket:

@@ -21,6 +21,7 @@ from miles_loop.lockstep import Lockstep
 from miles_loop.processes import Process
 from miles_loop.routing import LocalRouting, Routing
 from miles_loop.serving import until_healthy
+from miles_loop.sglang_weights import with_checks
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
@@ -91,6 +92,7 @@ class Fleet:
         self._transport = transport or LocalTransport()
         self._canary = canary
         self._updated = False
+        self._unverified: dict[str, str] = {}
         self._mode = mode
         self._update_deadline_s = update_deadline_s
         self._start_timeout_s = start_timeout_s
@@ -231,7 +233,7 @@ class Fleet:
         try:
             engines = await self._transport.connect([slot.client for slot in targets])
             async with self.routing.updating():
-                return await update_weights(
+                report = await update_weights(
                     engines,
                     self._source,
                     version=version,
@@ -239,9 +241,18 @@ class Fleet:
                     deadline_s=self._update_deadline_s,
                     canary=self._probe(version, again),
                 )
+            return self._told_of_checks(with_checks(report, engines))
         except BaseException:
             self._transport.reset()
             raise
+
+    def _told_of_checks(self, report: UpdateReport) -> UpdateReport:
+        """Say what is not verified of an engine, once for as long as it stays the same."""
+        for check in report.checks:
+            if check.not_compared and self._unverified.get(check.engine) != str(check):
+                self._unverified[check.engine] = str(check)
+                self._on_event(f"weights: {check}")
+        return report
 
     def _probe(self, version: int, again: bool) -> LogprobCanary | None:
         """The probe of one update.

@@ -7,20 +7,24 @@
 What it cannot do is not hidden from the transaction. Between the first bucket and the commit the engine's version is
 a text that is no version; an overwritten engine refuses to go back and to be resumed, so the transaction fences it,
 and only a complete update, or a restart, makes it serve again. SGLang compares no digests: once everything is in,
-the checksums of all its engines are held against each other, and the canary asks the policy itself.
+the checksums of its parameters are held against the trainer's and other engines', and the canary asks the policy.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_contracts import EngineError, MilesError, WeightManifest, WeightUpdateError
+import msgspec
+
+from miles_contracts import Engine, EngineError, MilesError, WeightManifest, WeightUpdateError
 from miles_contracts.engine_proxy import EngineProxy
+from miles_loop.sglang_checksums import ChecksumSource, TrainerChecks
 from miles_rollout.engine_client import EngineClient
 from miles_sync.messages import BroadcastBucket, HandleBucket, handle_name
+from miles_sync.report import UpdateReport, WeightCheck
 
 PARTIAL = "partial-"
 """Beginning of the version of an engine between two versions."""
@@ -31,12 +35,15 @@ class SglangFleet:
 
     Args:
         flush: forget cached prefixes with the last bucket of an update.
+        trainer: says what checksums have to be; None holds those of engines against each other only.
     """
 
-    def __init__(self, *, flush: bool) -> None:
+    def __init__(self, *, flush: bool, trainer: ChecksumSource | None = None) -> None:
         self.flush = flush
+        self.trainer = TrainerChecks(trainer)
         self._engines: dict[str, SglangEngine] = {}
-        self._first: tuple[str, str, dict[str, str]] | None = None
+        self._compared = ""
+        self._first: dict[frozenset[str], tuple[str, dict[str, str]]] = {}
 
     async def ranks(self, client: EngineClient) -> int:
         """Receivers that an engine is: its tensor-parallel ranks.
@@ -61,19 +68,19 @@ class SglangFleet:
         return self._engines.setdefault(client.url, SglangEngine(client, self))
 
     async def compare(self, client: EngineClient, update_id: str) -> None:
-        """Hold an engine's checksums against those of the first engine that was asked in this update.
+        """Hold an engine's checksums against the trainer's, and those of the first engine asked in this update.
 
         Raises:
             WeightUpdateError: names the first tensor that differs.
         """
-        found = await client.weight_checksums()
-        if self._first is None or self._first[0] != update_id:
-            self._first = (update_id, client.url, found)
-            return
-        _, other, expected = self._first
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                reason = f"checksum is {found.get(name)}, {expected.get(name)} on {other}"
+        found = await self.trainer.verify(client, update_id)
+        if self._compared != update_id:
+            self._compared, self._first = update_id, {}
+        # Engines with another number of ranks name other parameters.
+        other, expected = self._first.setdefault(frozenset(found), (client.url, found))
+        for name in sorted(found):
+            if found[name] != expected[name]:
+                reason = f"checksum is {found[name]}, {expected[name]} on {other}"
                 raise WeightUpdateError(reason, engine=client.url, tensor=name)
 
 
@@ -87,6 +94,11 @@ class SglangEngine(EngineProxy):
         self._session = False
         self._open: tuple[str, WeightManifest] | None = None
         self._committed = ""
+
+    @property
+    def check(self) -> WeightCheck | None:
+        """How far the update before was verified against the trainer's weights."""
+        return self._fleet.trainer.checks.get(self.url)
 
     async def weight_version(self) -> int | None:
         """None for an engine between two versions."""
@@ -115,6 +127,7 @@ class SglangEngine(EngineProxy):
             await self._client.close_weight_update()
             await self._client.open_weight_update()
         self._session = True
+        await self._fleet.trainer.expect(self._client, update_id)
         self._open = (update_id, manifest)
 
     async def load_bucket(self, bucket: Any) -> None:
@@ -187,6 +200,12 @@ def _ranks(client: EngineClient, info: Mapping[str, Any]) -> int:
             reason = f"SGLang updates no {name} = {info[name]} over a group or by handle; start more engines instead"
             raise WeightUpdateError(reason, engine=client.url)
     return int(info.get("tp_size") or 1)
+
+
+def with_checks(report: UpdateReport, engines: Sequence[Engine]) -> UpdateReport:
+    """The report of an update with what was verified of its SGLang engines."""
+    checks = [engine.check for engine in engines if isinstance(engine, SglangEngine)]
+    return msgspec.structs.replace(report, checks=tuple(check for check in checks if check is not None))
 
 
 def flattened(bucket: BroadcastBucket) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from miles_loop import trainer_link as link
 from miles_loop.errors import DiskFullError, RunError, TrainerFailedError
 from miles_loop.files import is_disk_full
 from miles_sync.messages import AnyBucket, GroupOffer
+from miles_sync.sglang_layout import ChecksumTable, SglangForm
 
 R = TypeVar("R")
 _REASONS = {
@@ -116,6 +117,17 @@ class TrainerClient:
             if ready.bucket is None:
                 return
             yield ready.bucket
+
+    async def expect_checksums(self, update_id: str, form: SglangForm) -> None:
+        """Engines of this form will be verified; before the first bucket."""
+        await self._call(
+            link.ExpectChecksums(update_id=update_id, form=form), link.Done, "the trainer to expect checksums"
+        )
+
+    async def checksums(self, update_id: str, form: SglangForm) -> ChecksumTable:
+        """What the checksums of engines of this form have to be; after the last bucket."""
+        request = link.GetChecksums(update_id=update_id, form=form)
+        return (await self._call(request, link.Checksums, "the checksums of what was sent")).table
 
     async def acknowledge(self, update_id: str, index: int) -> None:
         """Every engine has this bucket."""

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from miles_contracts import Group, Trajectory, WeightManifest, digest, row_digests
 from miles_sync.messages import AnyBucket, GroupOffer
+from miles_sync.sglang_layout import ChecksumTable, SglangForm
 
 
 class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +179,26 @@ class ExportBegun(msgspec.Struct, frozen=True, kw_only=True, tag="export_begun")
     manifest: WeightManifest
 
 
+class ExpectChecksums(msgspec.Struct, frozen=True, kw_only=True, tag="expect_checksums"):
+    """Before the first bucket: engines that keep their weights in this form will be verified after the last."""
+
+    update_id: str
+    form: SglangForm
+
+
+class GetChecksums(msgspec.Struct, frozen=True, kw_only=True, tag="get_checksums"):
+    """After the last bucket: what the checksums of such an engine have to be."""
+
+    update_id: str
+    form: SglangForm
+
+
+class Checksums(msgspec.Struct, frozen=True, kw_only=True, tag="checksums"):
+    """As far as they are known."""
+
+    table: ChecksumTable
+
+
 class NextBucket(msgspec.Struct, frozen=True, kw_only=True, tag="next_bucket"):
     """Fill the next bucket of this update."""
 
@@ -239,14 +260,16 @@ Request = (
     | TrainShare
     | Connect
     | BeginExport
+    | ExpectChecksums
     | NextBucket
+    | GetChecksums
     | Acknowledge
     | ReleaseExport
     | Save
     | ExportModel
     | Stop
 )
-Reply = GroupOpened | Started | StepDone | ShareDone | Connected | ExportBegun | BucketReady | Done | Failed
+Reply = GroupOpened | Started | StepDone | ShareDone | Connected | ExportBegun | BucketReady | Checksums | Done | Failed
 
 
 def turn_digest(trajectory: Trajectory, start: int, end: int) -> str:

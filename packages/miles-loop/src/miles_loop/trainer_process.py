@@ -17,6 +17,7 @@ from pathlib import Path
 
 from miles_contracts import Group, MilesError
 from miles_loop import trainer_link as link
+from miles_loop.expected_checksums import ExpectedChecksums
 
 # Heavy imports on purpose at the top: they run while the driver prepares everything else.
 from miles_loop.joint_sending import send_together
@@ -48,12 +49,14 @@ class TrainerService:
             self.trainer.load(Path(start.checkpoint))
         if team is not None:
             self._require_version(team.answers(link.Started), team)
+        self._model, self._backlog_bytes = Path(start.model_path), start.sender.bucket_bytes
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         sends = rank == 0 or every_rank_sends(start.sender)
         self._sender = make_sender(start.sender, rank, size) if sends else None
         self._updates = 0
         self._buckets: Iterator[AnyBucket] = iter(())
         self._update_id = ""
+        self._checksums: ExpectedChecksums | None = None
 
     @property
     def version(self) -> int:
@@ -104,15 +107,20 @@ class TrainerService:
                 return link.Connected(offer=sender.connect(request.receivers, specs, request.split))
             case link.BeginExport():
                 return self._begin_export(request, sender)
+            case link.ExpectChecksums():
+                self._open_checksums(request.update_id).expect(request.form)
             case link.NextBucket():
                 self._require_update(request.update_id)
                 return link.BucketReady(bucket=next(self._buckets, None))
+            case link.GetChecksums():
+                return link.Checksums(table=self._open_checksums(request.update_id).table(request.form))
             case link.Acknowledge():
                 sender.acknowledge(request.update_id, request.index)
             case link.ReleaseExport():
                 self._buckets = iter(())
                 sender.release(request.update_id)
                 self._update_id = ""
+                self._close_checksums()
             case _:
                 raise MilesError(f"unexpected request {type(request).__name__}")
         return link.Done()
@@ -186,8 +194,22 @@ class TrainerService:
             raise MilesError(f"asked to export version {request.version}, the trainer has {self.trainer.version}")
         self._update_id = request.update_id
         manifest = self.trainer.weight_manifest()
-        self._buckets = iter(sender.send(self.trainer.export_weights(), manifest, self._update_id))
+        self._close_checksums()
+        self._checksums = ExpectedChecksums(self._model, manifest.tensors, self._backlog_bytes)
+        tensors = self._checksums.tap(self.trainer.export_weights())
+        self._buckets = iter(sender.send(tensors, manifest, self._update_id))
         return link.ExportBegun(update_id=self._update_id, manifest=manifest)
+
+    def _open_checksums(self, update_id: str) -> ExpectedChecksums:
+        self._require_update(update_id)
+        assert self._checksums is not None  # an open update has them
+        return self._checksums
+
+    def _close_checksums(self) -> None:
+        """Of an update that is over, or of one whose release got lost."""
+        if self._checksums is not None:
+            self._checksums.close()
+            self._checksums = None
 
     def _require_update(self, update_id: str) -> None:
         if update_id != self._update_id:

@@ -28,6 +28,7 @@ from miles_contracts import (
 )
 from miles_contracts.engine_proxy import EngineProxy
 from miles_loop.ports import Port
+from miles_loop.sglang_checksums import ChecksumSource
 from miles_loop.sglang_weights import SglangFleet, flattened
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.engine_identity import EngineKind
@@ -39,8 +40,8 @@ class NotConnectedError(WeightUpdateError):
     """An engine could not be brought into the next update; `engine` is its url. Nothing was changed anywhere."""
 
 
-class Sender(Protocol):
-    """The trainer, as far as it has to be told who receives."""
+class Sender(ChecksumSource, Protocol):
+    """The trainer, as far as it has to be told who receives, and knows what they have then."""
 
     async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
         """From now on these receive; the group that they have to join, if any."""
@@ -72,7 +73,7 @@ class LocalTransport:
 
     def __init__(self, sender: Sender | None = None, *, flush: bool = True, check_host: bool = True) -> None:
         self._sender, self._check_host = sender, check_host
-        self._sglang = SglangFleet(flush=flush)
+        self._sglang = SglangFleet(flush=flush, trainer=sender)
         self._members: tuple[str, ...] | None = ()
 
     async def connect(self, clients: Sequence[EngineClient]) -> list[Engine]:
@@ -142,7 +143,7 @@ class BroadcastTransport:
 
     def __init__(self, sender: Sender, *, flush: bool = True) -> None:
         self._sender = sender
-        self._sglang = SglangFleet(flush=flush)
+        self._sglang = SglangFleet(flush=flush, trainer=sender)
         self._members: tuple[str, ...] = ()
         self._group = ""
 

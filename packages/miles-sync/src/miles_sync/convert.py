@@ -18,7 +18,7 @@ def scatter(layout: Layout, rank: int, canonical: Tensors) -> dict[str, torch.Te
     kept = layout.ranks[rank]
     out = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in kept.stored}
     for fragment in kept.fragments:
-        box_of_stored(out[fragment.stored], fragment).copy_(_box(canonical[fragment.name], fragment))
+        box_of_stored(out[fragment.stored], fragment).copy_(box_of_canonical(canonical[fragment.name], fragment))
     return out
 
 
@@ -32,7 +32,7 @@ def gather(layout: Layout, stored: Sequence[Tensors]) -> dict[str, torch.Tensor]
     boxes: dict[str, set[tuple[Index, Index]]] = {spec.name: set() for spec in layout.tensors}
     for rank, tensors in zip(layout.ranks, stored, strict=True):
         for fragment in rank.fragments:
-            _box(out[fragment.name], fragment).copy_(box_of_stored(tensors[fragment.stored], fragment))
+            box_of_canonical(out[fragment.name], fragment).copy_(box_of_stored(tensors[fragment.stored], fragment))
             boxes[fragment.name].add((fragment.start, fragment.shape))
     for spec in layout.tensors:
         covered = sum(Fragment(name="", start=s, shape=n, stored="", at=s).num_elements for s, n in boxes[spec.name])
@@ -51,7 +51,8 @@ def box_of_stored(stored: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     return stored
 
 
-def _box(canonical: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+def box_of_canonical(canonical: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """View of the fragment's box of a canonical tensor."""
     for dim, (start, size) in enumerate(zip(fragment.start, fragment.shape, strict=True)):
         canonical = canonical.narrow(dim, start, size)
     return canonical

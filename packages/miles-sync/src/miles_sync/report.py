@@ -7,6 +7,32 @@ import msgspec
 from miles_sync.transaction import Fault
 
 
+class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine's own checksums of an update were held against those of the tensors that were sent.
+
+    Attributes:
+        engine: its url.
+        compared: parameters whose checksums were equal; one that differs ends the update.
+        not_compared: parameters by the reason why nothing can be said of them.
+        engine_s: the engine's time to hash everything it serves.
+        trainer_s: the trainer's time to hash what it sends, beside the sending.
+        waited_s: what of that the update had to wait for.
+    """
+
+    engine: str
+    compared: int = 0
+    not_compared: dict[str, int] = {}
+    engine_s: float = 0.0
+    trainer_s: float = 0.0
+    waited_s: float = 0.0
+
+    def __str__(self) -> str:
+        total = self.compared + sum(self.not_compared.values())
+        text = f"{self.compared} of {total} parameters of {self.engine} are held against the trainer's"
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in sorted(self.not_compared.items()))
+        return f"{text}; not compared are {reasons}" if reasons else text
+
+
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of one update. Times in seconds.
 
@@ -28,6 +54,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         paused_s: from the first pause request to the last resume answer: what generation loses.
         total_s: the whole call.
         faults: everything that went wrong, also when the update went through.
+        checks: of engines that hash their parameters in a way of their own; others verify digests as they load.
     """
 
     update_id: str
@@ -48,6 +75,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     paused_s: float = 0.0
     total_s: float = 0.0
     faults: tuple[Fault, ...] = ()
+    checks: tuple[WeightCheck, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """The numbers under the names of `metrics.jsonl`."""
@@ -59,4 +87,10 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         out["perf/update_weights_bytes"] = float(self.num_bytes)
         out["perf/update_weights_buckets"] = float(self.num_buckets)
         out["perf/update_weights_fenced"] = float(len(self.fenced))
+        if self.checks:
+            out["perf/update_weights_compared"] = float(sum(c.compared for c in self.checks))
+            out["perf/update_weights_not_compared"] = float(sum(sum(c.not_compared.values()) for c in self.checks))
+            out["perf/update_weights_engine_checksum_s"] = max(c.engine_s for c in self.checks)
+            out["perf/update_weights_trainer_checksum_s"] = max(c.trainer_s for c in self.checks)
+            out["perf/update_weights_checksum_wait_s"] = max(c.waited_s for c in self.checks)
         return out

@@ -44,7 +44,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [num_bytes] of the contiguous tensor, on its device; a view unless the tensor is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride, and then has no bytes to view.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def from_bytes(data: Bytes, spec: TensorSpec) -> torch.Tensor:

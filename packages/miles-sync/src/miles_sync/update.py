@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ from miles_sync.report import UpdateReport
 from miles_sync.transaction import Answer, Decision, Fault, Phase, Transaction
 
 DEFAULT_SETTLE_S = 30.0
+
+UNACKNOWLEDGED = 2
+"""Buckets that a source may have handed out, or be filling, before the first of them is acknowledged."""
 
 
 class UpdateSource(Protocol):
@@ -64,7 +68,8 @@ class FleetFencedError(WeightUpdateError):
         super().__init__(fault.reason, engine=fault.engine, tensor=fault.tensor)
         version = f"version {report.version}" if committed else "the previous version"
         running = f"{len(report.serving)} engine(s) serve {version}" if report.serving else "no engine is serving"
-        where = f"{fault.engine}: " if fault.engine else ""
+        tensor = f", tensor {fault.tensor}" if fault.tensor else ""
+        where = f"{fault.engine}{tensor}: " if fault.engine else ""
         self.args = (f"weight update: {where}{fault.reason}; {running}, fenced: {', '.join(report.fenced)}",)
         self.report = report
         self.committed = committed
@@ -79,6 +84,7 @@ async def update_weights(
     deadline_s: float,
     settle_s: float = DEFAULT_SETTLE_S,
     canary: Canary | None = None,
+    in_flight: int = 1,
 ) -> UpdateReport:
     """Bring all engines to `version`, or leave all at what they serve.
 
@@ -93,6 +99,8 @@ async def update_weights(
         deadline_s: for everything before the commit.
         settle_s: for the commit round, each round after it, and each round of going back.
         canary: probes every engine after the commit.
+        in_flight: buckets announced to an engine before it has answered for the first of them: 1, or 2 for engines
+            that put them in order; their work is then not held up by the way of the requests.
 
     Returns:
         The report of an update that went through on every engine.
@@ -100,12 +108,14 @@ async def update_weights(
     Raises:
         FleetFencedError: some engines are at the outcome and serve it, others are fenced.
         WeightUpdateError: rolled back everywhere; names engine, tensor and reason.
-        InvalidFieldError: no engines, two of one url, or a time that is not positive.
+        InvalidFieldError: no engines, two of one url, a time that is not positive, or `in_flight` is not 1 or 2.
     """
     for name, value in (("deadline_s", deadline_s), ("settle_s", settle_s)):
         if not value > 0:
             raise InvalidFieldError(name, value, "give a positive number of seconds")
-    run = _Update(engines, source, version, mode, deadline_s, settle_s, canary)
+    if not 1 <= in_flight <= UNACKNOWLEDGED:
+        raise InvalidFieldError("in_flight", in_flight, f"use 1 to {UNACKNOWLEDGED}")
+    run = _Update(engines, source, version, mode, deadline_s, settle_s, canary, in_flight)
     return await run.run()
 
 
@@ -121,7 +131,9 @@ class _Update:
         deadline_s: float,
         settle_s: float,
         canary: Canary | None,
+        in_flight: int,
     ) -> None:
+        self._in_flight = in_flight
         self._engines = {engine.url: engine for engine in engines}
         self._transaction = Transaction([e.url for e in engines], version, canary=canary is not None)
         self._source, self._version, self._mode, self._canary = source, version, mode, canary
@@ -279,26 +291,42 @@ class _Update:
         """Every bucket to every engine; the source fills the next one while the engines load this one."""
         answers = dict.fromkeys(self._transaction.targets, Answer(ok=True))
         buckets = aiter(self._source.buckets(self._update_id))
-        coming = asyncio.ensure_future(anext(buckets, None))
+        coming: asyncio.Future[Any] | None = None
+        loading: deque[tuple[int, asyncio.Task[dict[str, Answer]]]] = deque()
+        ended = False
         try:
             while True:
-                async with asyncio.timeout(max(self._seconds_left(), 0.0)):
-                    bucket = await coming
-                if bucket is None:
+                if coming is None and not ended and len(loading) < UNACKNOWLEDGED:
+                    coming = asyncio.ensure_future(anext(buckets, None))
+                if coming is not None and coming.done() and len(loading) < self._in_flight:
+                    bucket, coming = coming.result(), None
+                    ended = bucket is None
+                    if not ended:
+                        loading.append((bucket.index, asyncio.create_task(self._load(bucket))))
+                elif loading and loading[0][1].done():
+                    index, task = loading.popleft()
+                    answers = task.result()
+                    if not all(answer.ok for answer in answers.values()):
+                        return answers
+                    self._num_buckets += 1
+                    await self._tell_source("acknowledge", self._source.acknowledge(self._update_id, index))
+                elif loading or coming is not None:
+                    waiting = {task for _, task in list(loading)[:1]} | {f for f in (coming,) if f and not f.done()}
+                    left = max(self._seconds_left(), 0.0)
+                    done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    if not done and not loading:  # engines that load have a deadline of their own
+                        raise TimeoutError
+                else:
                     return answers
-                coming = asyncio.ensure_future(anext(buckets, None))
-                answers = await self._load(bucket)
-                if not all(answer.ok for answer in answers.values()):
-                    return answers
-                self._num_buckets += 1
-                await self._tell_source("acknowledge", self._source.acknowledge(self._update_id, bucket.index))
         except Exception as error:  # noqa: BLE001 - request boundary to the trainer, as above
             self._source_failed("for the next bucket", error)
             return {}
         finally:
-            coming.cancel()
+            left_over = [task for _, task in loading] + ([coming] if coming is not None else [])
+            for future in left_over:
+                future.cancel()
             # Waits until the source has really stopped writing: its segments are released next.
-            await asyncio.gather(coming, return_exceptions=True)
+            await asyncio.gather(*left_over, return_exceptions=True)
 
     async def _load(self, bucket: Any) -> dict[str, Answer]:
         async def load(engine: Engine) -> Answer:

@@ -1,0 +1,136 @@
+"""Real SGLang's parameters are held against what the trainer sent: all of them here, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from server import sglang_server
+from sglang_models import write_dense, write_moe
+from weight_trainer import Trainer
+
+from miles_contracts import PauseMode
+from miles_loop.senders import make_sender
+from miles_loop.sglang_weights import with_checks
+from miles_loop.trainer_link import SenderSettings
+from miles_loop.transports import BroadcastTransport, FleetTransport
+from miles_rollout.engine_client import EngineClient
+from miles_sync import FleetFencedError, UpdateReport, update_weights
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
+
+PARAMETERS = {"dense": 19, "moe": 21}
+"""Of SGLang: embedding, head, final norm, and eight in each of two layers, nine with a router beside the experts."""
+
+
+@pytest.fixture
+def trainer(request) -> Iterator[Trainer]:
+    sender = make_sender(SenderSettings(transport="broadcast", bucket_bytes=1 << 16, timeout_s=60))
+    yield Trainer(sender, {})
+    sender.close()
+
+
+def take(trainer: Trainer, folder: Path) -> None:
+    """Have the trainer send what is in a folder."""
+    found = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    trainer.weights, trainer.model = dict(sorted(found.items())), folder
+
+
+async def update(transport: FleetTransport, trainer: Trainer, version: int, *clients: EngineClient) -> UpdateReport:
+    try:
+        engines = await transport.connect(clients)
+        report = await update_weights(
+            engines, trainer, version=version, mode=PauseMode.RETRACT, deadline_s=120, settle_s=60
+        )
+        return with_checks(report, engines)
+    except BaseException:
+        transport.reset()
+        raise
+
+
+FLIPS = {
+    "dense": {
+        "lm_head.weight": "lm_head.weight",
+        "model.layers.0.self_attn.k_proj.weight": "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.1.mlp.up_proj.weight": "model.layers.1.mlp.gate_up_proj.weight",
+        "model.norm.weight": "model.norm.weight",
+    },
+    "moe": {
+        "model.layers.0.mlp.experts.7.gate_proj.weight": "model.layers.0.mlp.experts.w13_weight",
+        "model.layers.1.mlp.experts.2.down_proj.weight": "model.layers.1.mlp.experts.w2_weight",
+        "model.layers.1.mlp.gate.weight": "model.layers.1.mlp.gate.weight",
+    },
+}
+"""The tensor of which one bit is changed on its way, and the parameter that it becomes."""
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+async def test_every_parameter_is_compared_and_one_bit_is_seen(name: str, trainer: Trainer, request) -> None:
+    served = request.getfixturevalue(name)
+    async with AsyncExitStack() as stack:
+        sglang = await stack.enter_async_context(EngineClient(served.sglang))
+        embedded = await stack.enter_async_context(EngineClient(served.embedded))
+        transport = BroadcastTransport(trainer)
+        version = 1
+        take(trainer, served.folders[1])
+        for sent, parameter in FLIPS[name].items():
+            trainer.flip = (sent, 5)
+            with pytest.raises(FleetFencedError, match="that of what the trainer sent is") as caught:
+                await update(transport, trainer, version, sglang, embedded)
+            assert (caught.value.engine, caught.value.tensor) == (sglang.url, parameter)
+            assert not caught.value.committed
+            assert caught.value.report.fenced == (sglang.url,)
+            assert await sglang.weight_version() is None
+            trainer.flip = None
+            report = await update(transport, trainer, version, sglang, embedded)
+            (check,) = report.checks
+            assert (check.engine, check.compared, check.not_compared) == (sglang.url, PARAMETERS[name], {})
+            assert 0 < check.engine_s < report.transfer_s
+            assert report.metrics()["perf/update_weights_compared"] == PARAMETERS[name]
+            version += 1
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+async def test_the_ranks_of_one_engine_are_compared_each(name: str, trainer: Trainer, tmp_path: Path) -> None:
+    for seed, folder in enumerate((tmp_path / "a", tmp_path / "b")):
+        if name == "moe":
+            write_moe(folder, seed, inner=64)
+        else:
+            write_dense(folder, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # one core is enough for both
+        with sglang_server(tmp_path / "a", tmp_path / "log", "--tp", "2", "--weight-version", "0") as url:
+            async with EngineClient(url) as engine:
+                transport = BroadcastTransport(trainer)
+                take(trainer, tmp_path / "b")
+                (check,) = (await update(transport, trainer, 1, engine)).checks
+                assert (check.compared, check.not_compared) == (2 * PARAMETERS[name], {})
+                rows, columns = trainer.weights["model.layers.0.self_attn.o_proj.weight"].shape
+                # the last column of the first row: the second rank's
+                trainer.flip = ("model.layers.0.self_attn.o_proj.weight", 32 * columns - 1)
+                with pytest.raises(FleetFencedError, match="that of what the trainer sent is") as caught:
+                    await update(transport, trainer, 2, engine)
+                assert caught.value.tensor == "model.layers.0.self_attn.o_proj.weight@1"
+                assert rows == 64
+
+
+async def test_an_engine_of_another_dtype_is_verified_as_far_as_it_is_known(trainer: Trainer, tmp_path: Path) -> None:
+    write_dense(tmp_path / "a", 0)
+    options = ("--weight-version", "0", "--dtype", "bfloat16")  # the last one counts
+    with sglang_server(tmp_path / "a", tmp_path / "log", *options) as url:
+        async with EngineClient(url) as engine:
+            take(trainer, tmp_path / "a")
+            transport = BroadcastTransport(trainer)
+            (check,) = (await update(transport, trainer, 1, engine)).checks
+            packed = "a CPU with matrix units keeps bfloat16 matrices packed"
+            assert (check.compared, check.not_compared) == (10, {packed: 9})
+            assert f"10 of 19 parameters of {url}" in str(check)
+            trainer.flip = ("model.norm.weight", 31)  # the sign: rounding does not take it away
+            with pytest.raises(FleetFencedError) as caught:
+                await update(transport, trainer, 2, engine)
+            assert caught.value.tensor == "model.norm.weight"
+            assert torch.equal(trainer.weights["model.norm.weight"], torch.ones(64))
