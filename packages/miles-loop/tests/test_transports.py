@@ -109,6 +109,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.told: list[tuple[tuple[str, ...], bool]] = []
+        self.table = ChecksumTable(nothing="this trainer hashes nothing")
 
     async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer:
         self.told.append((tuple(receivers), split))
@@ -118,7 +119,7 @@ class Sender:
     async def expect_checksums(self, update_id: str, form: SglangForm) -> None: ...
 
     async def checksums(self, update_id: str, form: SglangForm) -> ChecksumTable:
-        return ChecksumTable(nothing="this trainer hashes nothing")
+        return self.table
 
 
 def bucket(index: int = 0, *, last: bool = False) -> BroadcastBucket:
@@ -324,3 +325,30 @@ async def test_sglang_engines_that_hold_different_weights_are_named_before_anybo
     with pytest.raises(WeightUpdateError, match="checksum is 2, 1 on http://s1") as caught:
         await engines[1].load_bucket(bucket(0, last=True))
     assert (caught.value.engine, caught.value.tensor) == ("http://s2", "w")
+
+
+async def test_sglang_engines_with_other_ranks_are_held_against_the_trainer_only() -> None:
+    sender, one, two = Sender(), sglang("http://s1"), sglang("http://s2", tp_size=2)
+    two.checksums = {"w@0": "3", "w@1": "4"}
+    transport = BroadcastTransport(sender)
+    engines = await connected(transport, one, two)
+    for engine in engines:
+        await engine.begin_weight_update("u", MANIFEST)
+        await engine.load_bucket(bucket(0, last=True))
+    sender.table = ChecksumTable(ranks=({"w": "3"}, {"w": "5"}))
+    await engines[1].begin_weight_update("u2", MANIFEST)
+    with pytest.raises(WeightUpdateError, match="checksum is 4, that of what the trainer sent is 5") as caught:
+        await engines[1].load_bucket(msgspec.structs.replace(bucket(0, last=True), update_id="u2"))
+    assert (caught.value.engine, caught.value.tensor) == ("http://s2", "w@1")
+
+
+async def test_without_verification_sglang_is_asked_for_no_checksums() -> None:
+    sender, client = Sender(), sglang()
+    sender.table = ChecksumTable(ranks=({"w": "another"},))
+    (engine,) = await connected(BroadcastTransport(sender, verify=False), client)
+    client.checksums = {}
+    await engine.begin_weight_update("u", MANIFEST)
+    await engine.load_bucket(bucket(0, last=True))
+    await engine.commit_weight_update("u")
+    assert await engine.weight_version() == 7
+    assert engine.check is None

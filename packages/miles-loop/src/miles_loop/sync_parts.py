@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_contracts import PauseMode
-from miles_loop.config import CanaryKind, RunConfig, RuntimeKind, TransportKind
+from miles_loop.config import CanaryKind, RunConfig, RuntimeKind, TransportKind, VerifyKind
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import (
     BroadcastTransport,
@@ -42,9 +42,10 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
         model: folder with the model's configuration and tokenizer.
     """
     sync = config.sync
+    flush, verify = sync.mode is not PauseMode.IN_PLACE, sync.verify is VerifyKind.DIGESTS
     match sync.transport:
         case TransportKind.BROADCAST:
-            return BroadcastTransport(sender, flush=sync.mode is not PauseMode.IN_PLACE)
+            return BroadcastTransport(sender, flush=flush, verify=verify)
         case TransportKind.PEER:
             backend = peer_group_backend(sync.peer_backend)
             return PeerTransport(sender, backend, sync.deadline_s, config.runtime.trainer_ranks)
@@ -54,7 +55,7 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
             return DiskTransport(weight_store(config), checkpoint.absolute(), model)
         case TransportKind.LOCAL:
             here = config.runtime.kind is RuntimeKind.LOCAL  # a cluster asks its nodes what they share
-            return LocalTransport(sender, flush=sync.mode is not PauseMode.IN_PLACE, check_host=here)
+            return LocalTransport(sender, flush=flush, check_host=here, verify=verify)
 
 
 def canary_of(config: RunConfig) -> Expect | None:

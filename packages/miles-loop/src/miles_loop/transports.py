@@ -67,13 +67,15 @@ class LocalTransport:
 
     Args:
         sender: makes the handles; without one SGLang is not reached.
-        flush: as of `BroadcastTransport`.
+        flush, verify: as of `BroadcastTransport`.
         check_host: refuse an SGLang that is not on this machine; False where others see to that.
     """
 
-    def __init__(self, sender: Sender | None = None, *, flush: bool = True, check_host: bool = True) -> None:
+    def __init__(
+        self, sender: Sender | None = None, *, flush: bool = True, verify: bool = True, check_host: bool = True
+    ) -> None:
         self._sender, self._check_host = sender, check_host
-        self._sglang = SglangFleet(flush=flush, trainer=sender)
+        self._sglang = SglangFleet(flush=flush, trainer=sender, verify=verify)
         self._members: tuple[str, ...] | None = ()
 
     async def connect(self, clients: Sequence[EngineClient]) -> list[Engine]:
@@ -139,11 +141,12 @@ class BroadcastTransport:
     Args:
         sender: opens the group.
         flush: SGLang forgets its cached prefixes with an update; it refuses while requests are frozen in place.
+        verify: SGLang's checksums are held against the trainer's.
     """
 
-    def __init__(self, sender: Sender, *, flush: bool = True) -> None:
+    def __init__(self, sender: Sender, *, flush: bool = True, verify: bool = True) -> None:
         self._sender = sender
-        self._sglang = SglangFleet(flush=flush, trainer=sender)
+        self._sglang = SglangFleet(flush=flush, trainer=sender, verify=verify)
         self._members: tuple[str, ...] = ()
         self._group = ""
 

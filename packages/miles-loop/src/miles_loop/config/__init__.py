@@ -10,7 +10,7 @@ from miles_loop.config.rollout import Granularity, RolloutConfig, SamplingConfig
 from miles_loop.config.run import CheckpointConfig, RecordConfig, RunConfig
 from miles_loop.config.runtime import RayConfig, RayPlacement, RuntimeConfig, RuntimeKind
 from miles_loop.config.section import Section
-from miles_loop.config.sync import BroadcastBackend, CanaryKind, PeerBackendKind, SyncConfig, TransportKind
+from miles_loop.config.sync import BroadcastBackend, CanaryKind, PeerBackendKind, SyncConfig, TransportKind, VerifyKind
 from miles_loop.config.task import RewardScope, TaskConfig, TaskSourceKind
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "TaskSourceKind",
     "TransportKind",
     "UnusedPrompts",
+    "VerifyKind",
 ]

@@ -33,6 +33,13 @@ class CanaryKind(StrEnum):
     CHANGE = "change"
 
 
+class VerifyKind(StrEnum):
+    """What an engine that has loaded an update is asked before it serves it."""
+
+    MANIFEST = "manifest"
+    DIGESTS = "digests"
+
+
 class PeerBackendKind(StrEnum):
     """How bytes get into the memory of a peer."""
 
@@ -65,6 +72,10 @@ class SyncConfig(Section):
     """Size in MiB of the buckets that weights travel in."""
     directory: Path = Path("/dev/shm")
     """Shared-memory mount for the buckets."""
+    verify: VerifyKind = VerifyKind.DIGESTS
+    """SGLang: `digests` holds its checksums of everything it serves against the trainer's, and those of its engines
+    against each other; `manifest` takes its word that it has loaded what was named, which saves the time of hashing.
+    What embedded engines receive is verified by digest always."""
     deadline_s: Seconds = 300.0
     """Deadline of one weight update; a late update is rolled back."""
     canary: CanaryKind = CanaryKind.OFF
