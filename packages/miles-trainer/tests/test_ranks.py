@@ -25,7 +25,7 @@ from miles_trainer.errors import (
     RankLateError,
     RanksDivergedError,
 )
-from miles_trainer.ranks import OneRank, buckets, fingerprint, meeting_point
+from miles_trainer.ranks import OneRank, buckets, fingerprints, meeting_point
 
 Folder = Callable[..., Path]
 Groups = Callable[..., list[Group]]
@@ -200,7 +200,7 @@ def test_ranks_whose_weights_differ_by_a_bit_are_stopped(model_folder: Folder, m
     results = in_group(3, rank_work.misfortune, model_folder("qwen3"), make_groups(), 2, "bit flip")
     for error, _, _ in results:
         assert isinstance(error, RanksDivergedError)
-        assert "trainer ranks [2] differ from those of rank 0" in str(error)
+        assert "trainer ranks [2] differ from those of rank 0, in model.embed_tokens.weight" in str(error)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4096, 10**9])
@@ -245,10 +245,13 @@ def test_a_meeting_point_that_is_not_there_has_a_name() -> None:
 
 
 def test_a_fingerprint_sees_every_bit() -> None:
-    tensors = [torch.randn(5, 3), torch.randn(4).to(torch.bfloat16), torch.randn(2, dtype=torch.float64)]
-    for index, tensor in enumerate(tensors):
+    kinds = (torch.float32, torch.bfloat16, torch.float64)
+    tensors = {str(index): torch.randn(5, 3).to(dtype) for index, dtype in enumerate(kinds)}
+    for name, tensor in tensors.items():
         other = copy.deepcopy(tensors)
-        flat = other[index].view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        flat = other[name].view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         flat[1] ^= 1
-        assert fingerprint(other) != fingerprint(tensors)
-    assert fingerprint(tensors) == fingerprint(copy.deepcopy(tensors))
+        found, expected = fingerprints(other), fingerprints(tensors)
+        assert [n for n in tensors if found[n] != expected[n]] == [name]
+    assert fingerprints(tensors) == fingerprints(copy.deepcopy(tensors))
+    assert fingerprints({}) == {}

@@ -23,7 +23,7 @@ from miles_trainer.loss import StepSums, micro_batch_loss
 from miles_trainer.modeling import PolicyModel, load_model
 from miles_trainer.objectives import Tokens
 from miles_trainer.optimizer import MasterAdamW
-from miles_trainer.ranks import OneRank, Ranks, fingerprint
+from miles_trainer.ranks import OneRank, Ranks, fingerprints
 from miles_trainer.replay import Replayer, declared_experts, find_routers
 from miles_trainer.routing import RoutingStep
 from miles_trainer.schedule import factor
@@ -156,7 +156,7 @@ class TorchBackend:
         finally:
             self.optimizer.zero_grad()
         if ranks.size > 1:
-            ranks.compare(fingerprint(list(self.policy.model.parameters())), "the weights")
+            ranks.compare(fingerprints(dict(self.policy.model.named_parameters())), "the weights")
         self.version += 1
         routing.finish()
         micro_batches = ranks.total(torch.tensor(len(batch.micro_batches)))

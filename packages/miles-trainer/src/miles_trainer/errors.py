@@ -37,9 +37,9 @@ class NonFiniteReport:
         if self.identity is not None:
             text += f" at {describe(self.identity)}, token {self.token}"
         if self.parameters:
-            text += f" in {_first(self.parameters)}"
+            text += f" in {first_names(self.parameters)}"
         if self.candidates:
-            text += f"; trajectories of the step: {_first(self.candidates)}"
+            text += f"; trajectories of the step: {first_names(self.candidates)}"
         return text
 
 
@@ -79,7 +79,7 @@ class RanksDivergedError(MilesError):
     """The ranks of a trainer group hold different weights: none of them can be trusted."""
 
 
-def _first(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first few names and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -31,6 +31,7 @@ from miles_trainer.errors import (
     RankLateError,
     RankLostError,
     RanksDivergedError,
+    first_names,
 )
 
 BUCKET_BYTES = 32 * 2**20
@@ -69,8 +70,8 @@ class Ranks(Protocol):
     def sum_gradients(self, masters: Mapping[str, Tensor]) -> None:
         """Replace the gradients of these tensors by their sums over ranks."""
 
-    def compare(self, fingerprint: str, what: str) -> None:
-        """Require that all ranks hold the same."""
+    def compare(self, found: Mapping[str, str], what: str) -> None:
+        """Require that all ranks hold the same, by the fingerprints of named parts."""
 
     def restart_clock(self) -> None:
         """Begin counting seconds anew."""
@@ -105,7 +106,7 @@ class OneRank:
     def sum_gradients(self, masters: Mapping[str, Tensor]) -> None:
         """They are the sums."""
 
-    def compare(self, fingerprint: str, what: str) -> None:
+    def compare(self, found: Mapping[str, str], what: str) -> None:
         """There is nobody to differ from."""
 
     def restart_clock(self) -> None:
@@ -265,16 +266,23 @@ class TorchRanks:
             master.grad = None  # its memory is free before the next bucket is made
         return bucket, flat, self._gradients.allreduce([flat])
 
-    def compare(self, fingerprint: str, what: str) -> None:
+    def compare(self, found: Mapping[str, str], what: str) -> None:
         """Require that all ranks hold the same.
 
+        Args:
+            found: fingerprints without spaces, by name; the same names in the same order on every rank.
+            what: they are of.
+
         Raises:
-            RanksDivergedError: naming those that differ from rank 0.
+            RanksDivergedError: naming those that differ from rank 0, and in what.
         """
-        told = self.texts(fingerprint)
+        told = [text.split(" ") for text in self.texts(" ".join(found.values()))]
         different = [rank for rank, one in enumerate(told) if one != told[0]]
         if different:
-            raise RanksDivergedError(f"{what} of trainer ranks {different} differ from those of rank 0")
+            pairs = [(told[0], told[rank]) for rank in different]
+            names = [name for i, name in enumerate(found) if any(ours[i] != theirs[i] for ours, theirs in pairs)]
+            where = first_names(names)
+            raise RanksDivergedError(f"{what} of trainer ranks {different} differ from those of rank 0, in {where}")
 
     def restart_clock(self) -> None:
         """Begin counting seconds anew."""
@@ -332,10 +340,11 @@ def buckets(masters: Sequence[Tensor], max_bytes: int) -> Iterator[Sequence[Tens
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensors: Sequence[Tensor]) -> str:
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Sums of the bit patterns of tensors: cheap, on their device, and another one when a single bit differs."""
-    sums = [t.detach().reshape(-1).view(_SIGNED[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
-    return torch.stack(sums).cpu().numpy().tobytes().hex() if sums else ""
+    sums = [t.detach().reshape(-1).view(_SIGNED[t.element_size()]).sum(dtype=torch.int64) for t in tensors.values()]
+    found = torch.stack(sums).tolist() if sums else []
+    return {name: f"{one:x}" for name, one in zip(tensors, found, strict=True)}
 
 
 def _described(problem: Exception) -> _Problem:
