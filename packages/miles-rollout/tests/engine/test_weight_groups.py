@@ -194,6 +194,46 @@ async def test_a_bucket_is_copied_as_a_whole_when_one_tensor_of_it_has_to_be(mod
     assert {t["name"]: t["digest"] for t in checks["tensors"]} == {s.name: s.digest for s in specs}
 
 
+async def test_the_next_transfer_may_be_announced_early_and_even_first(models, serve) -> None:
+    engine, sender = await serve(models("qwen3", 0)), Sender()
+    await sender.meet(engine)
+    update = plan_update(models("qwen3", 1), 1)
+    await engine.client.begin_weight_update("u", update.manifest)
+    runs, calls = chunks(update, 3), []
+    bodies = [
+        announce(sender, "u", specs, index=i, last=i == 2, load_format="flattened_bucket")
+        for i, specs in enumerate(runs)
+    ]
+    for body in (bodies[1], bodies[2], bodies[0]):
+        calls.append(asyncio.create_task(engine.client.weight_call(DISTRIBUTED, body, "tensors")))
+        await asyncio.sleep(0.05)
+    assert not any(call.done() for call in calls)
+    for specs in runs:
+        await sender.broadcast(b"".join(raw_bytes(update.tensors[s.name]) for s in specs))
+    await asyncio.gather(*calls)
+    await engine.client.weight_call(DISTRIBUTED, bodies[0], "the first one again")  # it is over, and does not wait
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1
+
+
+async def test_a_transfer_whose_predecessor_never_comes_ends_with_its_update(models, serve) -> None:
+    engine, sender = await serve(models("qwen3", 0)), Sender()
+    before = await engine.client.generate(PROMPT, GREEDY)
+    await sender.meet(engine)
+    update = plan_update(models("qwen3", 1), 1)
+    await engine.client.begin_weight_update("u", update.manifest)
+    body = announce(sender, "u", chunks(update, 2)[1], index=1, load_format="flattened_bucket")
+    call = asyncio.create_task(engine.client.weight_call(DISTRIBUTED, body, "tensors"))
+    await asyncio.sleep(0.05)
+    await engine.client.rollback_weight_update("another")
+    await asyncio.sleep(0.05)
+    assert not call.done()
+    await engine.client.rollback_weight_update("u")
+    with pytest.raises(EngineError, match="'u' is not open"):
+        await call
+    await assert_serves_old(engine, before)
+
+
 async def test_a_tensor_may_come_in_pieces(models, serve) -> None:
     engine = await serve(models("qwen3", 0))
     update, sender = plan_update(models("qwen3", 1), 1), Sender()
@@ -271,6 +311,7 @@ async def test_a_sender_that_goes_away_fails_the_transfer_and_not_the_engine(mod
         ({"digests": [None]}, "without a digest"),
         ({"load_format": "pickle"}, "flattened_bucket"),
         ({"group_name": "other"}, "join it first"),
+        ({"index": "1"}, "use an integer >= 0"),
         ({"load_format": "miles_transfers"}, "lists of whole numbers"),
         ({"load_format": "miles_transfers", "offsets": [0], "transfers": [[0, -1]]}, "lists of whole numbers"),
         ({"load_format": "miles_transfers", "offsets": [0], "transfers": []}, "give one for each of 1 tensors"),

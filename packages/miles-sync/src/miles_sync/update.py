@@ -312,9 +312,10 @@ class _Update:
                     await self._tell_source("acknowledge", self._source.acknowledge(self._update_id, index))
                 elif loading or coming is not None:
                     waiting = {task for _, task in list(loading)[:1]} | {f for f in (coming,) if f and not f.done()}
-                    left = max(self._seconds_left(), 0.0)
+                    # Engines that load have a deadline of their own, the same.
+                    left = None if loading else max(self._seconds_left(), 0.0)
                     done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                    if not done and not loading:  # engines that load have a deadline of their own
+                    if not done:
                         raise TimeoutError
                 else:
                     return answers

@@ -40,8 +40,8 @@ class WeightRoutes:
         self._joined: WeightGroups | None = None
         self._turn = asyncio.Lock()
         self._receiving: str | None = None
-        self._received: tuple[str, object] | None = None
         self._verifying: asyncio.Task[None] | None = None
+        self._in_order = InOrder()
 
     def add_to(self, app: web.Application) -> None:
         """Register the calls."""
@@ -63,6 +63,7 @@ class WeightRoutes:
         update_id = _text(body, "update_id")
         manifest = _convert(body, "manifest", WeightManifest)
         await asyncio.to_thread(self._core.updates.begin, update_id, manifest)
+        self._in_order.begin(update_id)
         return json_response({"success": True, "message": f"update {update_id} is open", "update_id": update_id})
 
     async def load_bucket(self, request: web.Request) -> web.Response:
@@ -95,18 +96,23 @@ class WeightRoutes:
         """POST /update_weights_from_distributed {group_name, names, dtypes, shapes, load_format}, as SGLang has it.
 
         Our own fields: update_id, index, digests, and last, with which everything that came is verified before the
-        answer; otherwise this transfer is verified while the next one is under way.
+        answer; otherwise this transfer is verified while the next one is under way. The next one may be announced
+        before this one has been answered: they take their turns by index, 0 first.
         """
         body = await read_body(request)
         update_id = _text(body, "update_id")
+        index = body.get("index", 0)
+        if type(index) is not int or index < 0:
+            raise InvalidFieldError("index", index, "use an integer >= 0")
+        await self._in_order.turn(update_id, index)
         # A caller that hangs up must not leave half a transfer behind: it goes on, and the group fails or not as one.
-        await asyncio.shield(asyncio.create_task(self._receive(update_id, body)))
+        await asyncio.shield(asyncio.create_task(self._receive(update_id, index, body)))
         return json_response({"success": True, "message": f"bucket {body.get('index', 0)} is here"})
 
-    async def _receive(self, update_id: str, body: dict[str, Any]) -> None:
+    async def _receive(self, update_id: str, index: int, body: dict[str, Any]) -> None:
         async with self._turn:
-            if self._received == (update_id, body.get("index", 0)):
-                return await self._verified()  # sent again: its transfer is over
+            if self._in_order.is_over(update_id, index):
+                return await self._verified()  # sent again
             updates, name = self._core.updates, body.get("group_name", "weight_update_group")
             self._receiving = name
             try:
@@ -120,10 +126,11 @@ class WeightRoutes:
             except BaseException:
                 await self._leave(name)
                 updates.rollback(update_id)
+                self._in_order.end(update_id)
                 raise
             finally:
                 self._receiving = None
-            self._received = (update_id, body.get("index", 0))
+            self._in_order.over(update_id, index)
             self._verifying = asyncio.create_task(self._verify(update_id, arrivals))
             if body.get("last", True):
                 await self._verified()
@@ -157,6 +164,7 @@ class WeightRoutes:
         commit = body.get("commit", True)
         if not isinstance(commit, bool):
             raise InvalidFieldError("commit", commit, "use true or false")
+        self._in_order.end(update_id)
         if commit:
             await self._verified()
             await self._on_model(lambda: self._core.commit_update(update_id))
@@ -211,6 +219,44 @@ class WeightRoutes:
 
     async def _on_model(self, action: Any) -> Any:
         return await asyncio.wrap_future(self._core.post(action))
+
+
+class InOrder:
+    """Lets the transfers of one update through by index, whatever order their announcements come in."""
+
+    def __init__(self) -> None:
+        self._update = ""
+        self._next = 0
+        self._changed = asyncio.Event()
+
+    def begin(self, update_id: str) -> None:
+        """The transfers of this update come next, from index 0."""
+        if update_id != self._update:
+            self._change(update_id, 0)
+
+    def over(self, update_id: str, index: int) -> None:
+        """This transfer is here."""
+        if update_id == self._update:
+            self._change(update_id, max(self._next, index + 1))
+
+    def is_over(self, update_id: str, index: int) -> bool:
+        """Whether this transfer is here."""
+        return update_id == self._update and index < self._next
+
+    def end(self, update_id: str) -> None:
+        """No transfer of this update will come: whoever waits goes on, to be told so."""
+        if update_id == self._update:
+            self._change("", 0)
+
+    async def turn(self, update_id: str, index: int) -> None:
+        """Wait until every transfer before this one is here; not for an update that is not under way."""
+        while update_id == self._update and index > self._next:
+            await self._changed.wait()
+
+    def _change(self, update_id: str, index: int) -> None:
+        self._update, self._next = update_id, index
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _text(body: dict[str, Any], name: str) -> str:
