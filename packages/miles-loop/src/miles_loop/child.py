@@ -18,22 +18,26 @@ import signal
 import sys
 
 _MAX_DESCRIPTORS = 4096
+_SHELL = "/bin/sh"
+_GUARD = "while read _; do :; done; kill -KILL 0"
+"""What the guard runs: wait for the end of its standard input, then kill its process group, itself included. An
+interpreter that waits beside every process of a run would take ten times a shell's memory."""
 
 
 def _guard(pipe: int) -> None:
-    """Wait for the end of the driver, or of the pipe that it closes when the module has ended."""
+    """Become the guard: wait for the end of the driver, or of the pipe that it closes when the module has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the module may take its time; the guard stays until it is over
     # What the module is connected to must see the module's end, which an open copy here would hide.
-    os.closerange(0, pipe)
-    os.closerange(pipe + 1, _MAX_DESCRIPTORS)
-    while True:
-        try:
-            if not os.read(pipe, 1):
-                break
-        except InterruptedError:
-            continue
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.dup2(pipe, 0)
+    os.closerange(3, _MAX_DESCRIPTORS)
+    os.set_inheritable(1, False)
+    os.set_inheritable(2, False)
+    try:
+        os.execv(_SHELL, ["miles-guard", "-c", _GUARD])
+    except OSError as error:
+        os.write(2, f"{_SHELL}, which guards this process, cannot be started: {error.strerror}\n".encode())
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -42,10 +46,7 @@ def main() -> None:
     if os.getpgrp() != os.getpid():
         raise SystemExit("miles_loop.child must lead its process group")
     if os.fork() == 0:
-        try:
-            _guard(pipe)
-        finally:
-            os._exit(0)
+        _guard(pipe)
     os.close(pipe)
     if module == "--":
         try:

@@ -16,6 +16,7 @@ from miles_loop.ports import choose_ports
 from miles_loop.processes import ChildProcess, Process, ProcessSpec
 from miles_loop.serving import ServingChild
 from miles_loop.trainer_client import Incoming
+from miles_loop.zygote import Zygote
 
 EngineSpec = Callable[[int, str, int], ProcessSpec]
 """(index, host to listen on, port) -> the process of that engine."""
@@ -75,15 +76,19 @@ class LocalHost:
         address: that the engines listen on.
         port: first port, 0 for free ones.
         moves: an engine whose free port somebody has taken after all gets another one.
+        zygote: forks the children that it can.
     """
 
     notice_s = 2.0
 
-    def __init__(self, logs: Path, address: str, port: int, *, moves: bool = True) -> None:
+    def __init__(
+        self, logs: Path, address: str, port: int, *, moves: bool = True, zygote: Zygote | None = None
+    ) -> None:
         self._logs = logs
         self._address = address
         self._port = port
         self._moves = moves and port == 0
+        self._zygote = zygote
         self._engines = 0
 
     async def open(self, *, engines: int, trainer: bool, workers: int = 0) -> None:
@@ -108,7 +113,8 @@ class LocalHost:
             def make(numbers: Sequence[int], index: int = index) -> ProcessSpec:
                 return spec(index, self._address, numbers[0])
 
-            process = ServingChild(make, self._logs / f"{make([port.number]).name}.log", [port], moves=self._moves)
+            log = self._logs / f"{make([port.number]).name}.log"
+            process = ServingChild(make, log, [port], moves=self._moves, zygote=self._zygote)
             made.append(HostedEngine(process.url, process))
         return made
 
@@ -119,7 +125,8 @@ class LocalHost:
     def _linked(self, number: int, spec: LinkedSpec) -> Linked:
         ours, theirs = socket.socketpair()
         made = spec(number, str(theirs.fileno()))
-        return Linked(ChildProcess(made, self._logs / f"{made.name}.log", inherits=theirs), ours)
+        log = self._logs / f"{made.name}.log"
+        return Linked(ChildProcess(made, log, inherits=theirs, zygote=self._zygote), ours)
 
     def trainer_address(self) -> str | None:
         """`sync.host` is right."""

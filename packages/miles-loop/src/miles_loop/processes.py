@@ -15,10 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from miles_loop.errors import DiskFullError, ProcessDiedError
 from miles_loop.files import is_disk_full
+
+if TYPE_CHECKING:
+    from miles_loop.zygote import Adopted, Zygote
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -137,13 +140,17 @@ class ChildProcess:
         spec: what to run.
         log: file that its output is appended to.
         inherits: a socket that becomes the child's; it is closed here once the child has it.
+        zygote: forks the child where that is possible.
     """
 
-    def __init__(self, spec: ProcessSpec, log: Path, inherits: socket.socket | None = None) -> None:
+    def __init__(
+        self, spec: ProcessSpec, log: Path, inherits: socket.socket | None = None, zygote: Zygote | None = None
+    ) -> None:
         self.spec = spec
         self.log = log
         self._inherits = inherits
-        self._process: asyncio.subprocess.Process | None = None
+        self._zygote = zygote
+        self._process: asyncio.subprocess.Process | Adopted | None = None
         self._pipe: int | None = None
         self._stopping = False
         self._killed_because: str | None = None
@@ -183,7 +190,8 @@ class ChildProcess:
         try:
             with self.log.open("ab") as log:
                 self._log_start = log.tell()
-                self._process = await asyncio.create_subprocess_exec(
+                forked = await self._zygote.start(self.spec, log.fileno(), passed) if self._zygote else None
+                self._process = forked or await asyncio.create_subprocess_exec(
                     *child_command(self.spec, read_end),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,

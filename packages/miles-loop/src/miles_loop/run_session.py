@@ -22,8 +22,9 @@ from miles_loop.models import max_context, resolve_model
 from miles_loop.progress import Progress, RunStatus
 from miles_loop.recipe import Recipe
 from miles_loop.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from miles_loop.runtime import Runtime, start_message
+from miles_loop.runtime import Runtime, start_message, worth_a_zygote
 from miles_loop.trainer_group import costs_the_trainer
+from miles_loop.zygote import Zygote
 
 if TYPE_CHECKING:
     from miles_loop.assembly import Assembly
@@ -160,21 +161,28 @@ class RunSession:
 
     async def _run(self) -> None:
         config, folder = self._config, self._folder
-        self._phase("making the model")
-        model = await resolve_model(self._recipe, config.model, config.seed, folder.model, self._event)
-        records = EngineRecords()
-        runtime = Runtime(config, folder, records, self._event, self._recipe.renderer)
+        # Before anything else, for it takes longest.
+        zygote = Zygote(config.runtime.trainer_threads) if worth_a_zygote(config) else None
+        try:
+            self._phase("making the model")
+            model = await resolve_model(self._recipe, config.model, config.seed, folder.model, self._event)
+            records = EngineRecords()
+            runtime = Runtime(config, folder, records, self._event, self._recipe.renderer, zygote)
+            await self._run_with(runtime, records, model, zygote)
+        finally:
+            if zygote is not None:
+                zygote.close()
+
+    async def _run_with(self, runtime: Runtime, records: EngineRecords, model: Path, zygote: Zygote | None) -> None:
+        config = self._config
         try:
             self._phase("starting engines and trainer")
-            await runtime.launch(model)
-            _log.info("processes are started, %.2f s after this one", process_age_s())
-            # Imported while the processes load: what follows needs the rollout half, they do not.
-            from miles_loop.assembly import Assembly
-
-            checkpoint = None if self._checkpoint is None else self._checkpoint.resolve()
-            loading = asyncio.create_task(runtime.load(start_message(config, model, checkpoint)))
+            loading = asyncio.create_task(self._start(runtime, model, zygote))
             try:
                 await asyncio.sleep(0)
+                # Imported while the processes load: what follows needs the rollout half, they do not.
+                from miles_loop.assembly import Assembly
+
                 assembly = await asyncio.to_thread(Assembly, self._recipe, config, model, max_context(model))
                 _log.info("tasks, rewards and renderer are ready, after %.2f s", process_age_s())
                 version = await loading
@@ -190,6 +198,15 @@ class RunSession:
         finally:
             self._phase("ending processes")
             await runtime.stop()
+
+    async def _start(self, runtime: Runtime, model: Path, zygote: Zygote | None) -> int:
+        """Start all processes and wait until they have loaded; the trainer's version."""
+        await runtime.launch(model)
+        _log.info("processes are started, %.2f s after this one", process_age_s())
+        if zygote is not None:
+            zygote.close()  # what is started again later is started in the ordinary way
+        checkpoint = None if self._checkpoint is None else self._checkpoint.resolve()
+        return await runtime.load(start_message(self._config, model, checkpoint))
 
     async def _drive(self, assembly: Assembly, runtime: Runtime, records: EngineRecords, model: Path) -> None:
         from miles_loop.driver import Driver, DriverParts

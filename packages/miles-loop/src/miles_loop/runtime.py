@@ -35,6 +35,7 @@ from miles_loop.sglang_engine import require_sglang, sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
 from miles_loop.trainer_group import TRAINER, TrainerGroup, rank_name
+from miles_loop.zygote import Zygote, can_fork
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.router import Router
@@ -94,7 +95,17 @@ def require_runtime(config: RunConfig) -> None:
         require_sglang(config.engine)
 
 
-def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None]) -> Host:
+def worth_a_zygote(config: RunConfig) -> bool:
+    """Whether a run has two processes or more here that a zygote can fork."""
+    if config.runtime.kind is not RuntimeKind.LOCAL or not config.runtime.share_imports or not can_fork():
+        return False
+    embedded = config.engine.kind is EngineKind.EMBEDDED and not config.engine.urls
+    return config.runtime.trainer_ranks + (config.engine.replicas if embedded else 0) > 1
+
+
+def make_host(
+    config: RunConfig, folder: RunFolder, model: Path, on_event: Callable[[str], None], zygote: Zygote | None = None
+) -> Host:
     """Where the configuration wants the processes; Ray is only imported when it is chosen.
 
     Raises:
@@ -107,7 +118,7 @@ def make_host(config: RunConfig, folder: RunFolder, model: Path, on_event: Calla
         return RayHost(config, folder, model, on_event)
     # SGLang's router knows engines by the addresses of their first start.
     moves = config.engine.router is RouterKind.OWN
-    return LocalHost(folder.logs, config.engine.host, config.engine.port, moves=moves)
+    return LocalHost(folder.logs, config.engine.host, config.engine.port, moves=moves, zygote=zygote)
 
 
 class Runtime:
@@ -119,6 +130,7 @@ class Runtime:
         records: for the token audit.
         on_event: told, in words, what happened to processes.
         renderer: name of the family's renderer, for rollout workers.
+        zygote: forks the processes that it can; it is wanted until `launch` has returned.
     """
 
     def __init__(
@@ -128,8 +140,10 @@ class Runtime:
         records: EngineRecords,
         on_event: Callable[[str], None],
         renderer: str = "auto",
+        zygote: Zygote | None = None,
     ) -> None:
         self._config = config
+        self._zygote = zygote
         self._renderer = renderer
         self._folder = folder
         self._records = records
@@ -159,7 +173,7 @@ class Runtime:
         config = self._config
         self._routing = trainer and config.trainer.replay.enabled and num_experts(model) is not None
         require_router(config, routing=self._routing)
-        host = self._host = make_host(config, self._folder, model, self._on_event)
+        host = self._host = make_host(config, self._folder, model, self._on_event, self._zygote)
         replicas = 0 if config.engine.urls else config.engine.replicas
         await host.open(engines=replicas, trainer=trainer, workers=config.rollout_workers)
         made = [host.make_trainer(rank, partial(trainer_spec, config)) for rank in range(config.runtime.trainer_ranks)]

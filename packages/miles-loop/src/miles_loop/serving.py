@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_loop.ports import Port
 from miles_loop.processes import ChildProcess, Process, ProcessSpec
+from miles_loop.zygote import Zygote
 from miles_rollout.engine_client import EngineClient
 
 _POLL_S = 0.05
@@ -21,15 +22,22 @@ class ServingChild(ChildProcess):
         log: file that its output is appended to.
         ports: kept until it is stopped. `url` is that of the first.
         moves: False for a process that has to stay where it is, or to fail.
+        zygote: forks it where that is possible.
     """
 
     def __init__(
-        self, make: Callable[[Sequence[int]], ProcessSpec], log: Path, ports: Sequence[Port], *, moves: bool = True
+        self,
+        make: Callable[[Sequence[int]], ProcessSpec],
+        log: Path,
+        ports: Sequence[Port],
+        *,
+        moves: bool = True,
+        zygote: Zygote | None = None,
     ) -> None:
         self._make = make
         self._ports = list(ports)
         self._moves = moves
-        super().__init__(make([port.number for port in ports]), log)
+        super().__init__(make([port.number for port in ports]), log, zygote=zygote)
 
     @property
     def url(self) -> str:

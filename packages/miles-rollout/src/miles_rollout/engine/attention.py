@@ -8,6 +8,7 @@ code. Sequences of similar lengths are attended together, padded; a short one ne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,8 @@ class Group:
 class SlotPools:
     """Keys and values of every layer: one tensor [slots, KV heads, key size + value size], made at the first use.
 
-    They lie side by side because reading a sequence's context back is one gather then.
+    They lie side by side because reading a sequence's context back is one gather then. On a CPU their memory is taken
+    page by page as slots come into use: most runs use a small part of what there is room for.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -62,7 +64,7 @@ class SlotPools:
         pool = self._pools.get(layer)
         if pool is None:
             size = keys.shape[3] + values.shape[3]
-            pool = torch.zeros(self.slots, keys.shape[1], size, dtype=keys.dtype, device=self._device)
+            pool = _zeros((self.slots, keys.shape[1], size), keys.dtype, self._device)
             self._pools[layer] = pool
         return pool
 
@@ -70,6 +72,14 @@ class SlotPools:
     def bytes_per_slot(self) -> int:
         """Bytes of one token in all layers made so far."""
         return sum(pool[0].numel() * pool.element_size() for pool in self._pools.values())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU fresh pages of the system's, which torch.zeros would write to and so make real."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 @dataclass(slots=True)
