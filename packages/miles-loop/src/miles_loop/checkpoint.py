@@ -12,7 +12,6 @@ step: what happened later is repeated by a resumed run from the same state.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import os
@@ -26,7 +25,7 @@ import msgspec
 
 from miles_contracts import InvalidFieldError, WireError, digest, wire
 from miles_loop.errors import RunError
-from miles_loop.files import disk_errors, remove_tree, sync_file, write_atomic, write_json
+from miles_loop.files import disk_errors, in_thread, remove_tree, sync_file, write_atomic, write_json
 from miles_rollout.worker import WorkerState
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -74,22 +73,12 @@ async def write_checkpoint(
         with disk_errors(temporary):
             os.mkdir(temporary)
             await save_trainer(temporary)
-            await _in_thread(_commit, temporary, final, state)
+            await in_thread(_commit, temporary, final, state)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    await _in_thread(_remove_old, folder, keep)
+    await in_thread(_remove_old, folder, keep)
     return final
-
-
-async def _in_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Run what waits for the disk beside the event loop, and to its end also when the caller is cancelled."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
-        raise
 
 
 def _commit(temporary: Path, final: Path, state: LoopState) -> None:

@@ -76,6 +76,7 @@ class Driver:
             parts.display,
             tokens_sampled=lambda: parts.records.tokens_sampled,
             engine_restarts=lambda: parts.fleet.restarts,
+            failures=lambda: parts.rollout.worker.failures,
             process_age_s=parts.process_age_s,
         )
         self.stop_requested = asyncio.Event()
@@ -174,7 +175,7 @@ class Driver:
             "perf/rollout_tokens_per_s": self._sampling_rate(now),
             "perf/step_s": now - started,
         }
-        self._write(step, record, groups)
+        await self._write(step, record, groups)
         self._write_points(parts.measurement.take(step) if parts.measurement is not None else [])
         # At depth 0 nothing of the next batch exists yet: a run resumed from here cannot be told from this one.
         self._snapshot = self._take_snapshot() if config.pipeline_depth == 0 else None
@@ -244,7 +245,7 @@ class Driver:
     async def _open(self, start: int) -> None:
         assert self._parts.measurement is not None
         for point in await self._parts.measurement.measure(start):
-            self._write(start, self._recorder.part_of_step(point), [])
+            await self._write(start, self._recorder.part_of_step(point), [])
 
     async def _measure(self, step: int) -> dict[str, float]:
         """Measure the weights of this step, or have them measured; no training answer is started meanwhile."""
@@ -273,11 +274,11 @@ class Driver:
         restarts, self._restarts_seen = fleet.restarts - self._restarts_seen, fleet.restarts
         return fleet.routing.take_metrics() | {"router/engine_restarts": float(restarts)}
 
-    def _write(self, step: int, record: dict[str, float], groups: list[Group]) -> None:
+    async def _write(self, step: int, record: dict[str, float], groups: list[Group]) -> None:
         if self._checkpoint_s is not None:
             record["perf/checkpoint_s"] = self._checkpoint_s
             self._checkpoint_s = None
-        self._recorder.step(step, record, groups)
+        await self._recorder.step(step, record, groups)
 
     def _phase(self, text: str) -> None:
         # The way to the first step is worth a look in the log, each later step is not.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
+async def in_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Run what waits for the disk beside the event loop, and to its end also when the caller is cancelled."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
+
+
 def sync_file(path: Path) -> None:
     """Make the bytes of a file (or the entries of a directory) survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -44,12 +55,12 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_atomic(path: Path, data: bytes | Sequence[Any], *, durable: bool = False) -> None:
     """Replace `path` as a whole: readers see the old content or the new, also after a crash of this process.
 
     Args:
         path: the file.
-        data: its new content.
+        data: its new content, as a whole or in pieces (anything that has bytes), which are not put together first.
         durable: wait until the content survives a power cut too. That can take long on a busy disk, so only what
             a checkpoint consists of asks for it.
 
@@ -57,10 +68,11 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
         DiskFullError: no room; the old content stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    pieces: Sequence[Any] = (data,) if isinstance(data, bytes) else data
     try:
         with disk_errors(path):
             with temporary.open("wb") as file:
-                file.write(data)
+                file.writelines(pieces)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())

@@ -25,6 +25,8 @@ class RunStatus(StrEnum):
     """The driver's process is gone without having said why (only a reader finds this out)."""
 
 
+FAILURE = "failure/"
+"""Counters of failed groups begin so; their reason follows."""
 _COUNTERS = (
     "tokens_sampled",
     "tokens_trained",

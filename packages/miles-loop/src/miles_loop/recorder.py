@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles_contracts import Group
 from miles_loop.config import RecordConfig
 from miles_loop.display import Display
-from miles_loop.progress import Progress
+from miles_loop.files import in_thread
+from miles_loop.progress import FAILURE, Progress
 from miles_loop.records import ledger_entry, session_counts
 from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder
 from miles_rollout.evaluation import EvalPoint
@@ -24,6 +25,7 @@ class RunRecorder:
         progress: is told of every record.
         display: is shown it.
         tokens_sampled, engine_restarts: counts since this process started.
+        failures: failed groups since this process started, by reason.
         process_age_s: seconds since it started.
     """
 
@@ -36,6 +38,7 @@ class RunRecorder:
         *,
         tokens_sampled: Callable[[], int],
         engine_restarts: Callable[[], int],
+        failures: Callable[[], Mapping[str, int]],
         process_age_s: Callable[[], float],
     ) -> None:
         self._folder = folder
@@ -43,6 +46,7 @@ class RunRecorder:
         self._display = display
         self._tokens_sampled = tokens_sampled
         self._engine_restarts = engine_restarts
+        self._failures = failures
         self._process_age_s = process_age_s
         self._metrics = JsonlWriter(folder.metrics_file)
         self._ledger = JsonlWriter(folder.ledger_file)
@@ -52,8 +56,10 @@ class RunRecorder:
         self._before = dict(progress.counters)
         self._skipped_reason: str | None = None
 
-    def step(self, step: int, record: dict[str, float], groups: Sequence[Group]) -> None:
+    async def step(self, step: int, record: dict[str, float], groups: Sequence[Group]) -> None:
         """Record a step and the groups it trained; step 0 is what was measured before the first.
+
+        Groups are encoded and written beside the event loop, which serves the answers that are under way meanwhile.
 
         Raises:
             DiskFullError: no room.
@@ -65,7 +71,7 @@ class RunRecorder:
         self._metrics.write(line)
         if step > 0:
             self._ledger.write(ledger_entry(step, groups))
-            self._trajectories.write(step, list(groups))
+            await in_thread(self._trajectories.write, step, list(groups))
             progress.step = step
         if step == 1:
             progress.time_to_first_step_s = self._process_age_s()
@@ -125,6 +131,8 @@ class RunRecorder:
         counters["tokens_sampled"] = before["tokens_sampled"] + self._tokens_sampled()
         counters["engine_restarts"] = before["engine_restarts"] + self._engine_restarts()
         counters["wall_s"] = before["wall_s"] + self._process_age_s()
+        for reason, count in self._failures().items():
+            counters[FAILURE + reason] = before.get(FAILURE + reason, 0.0) + count
 
     def _count(self, record: dict[str, float]) -> None:
         self._count_running()

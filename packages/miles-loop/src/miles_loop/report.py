@@ -10,20 +10,25 @@ import msgspec
 
 from miles_contracts import InvalidFieldError
 from miles_loop.display import duration
-from miles_loop.progress import RunStatus
+from miles_loop.progress import FAILURE, RunStatus
 from miles_loop.run_folder import RunFolder, read_jsonl
 from miles_rollout.metrics import BIAS_PREFIX
+
+_FAILURES_SHOWN = 3
+"""Kinds of fault that the table names."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the comparison that shows what kind of prompts a run leaves out.
 
     Attributes:
+        groups: how many groups the answers are of, over all steps.
         answers: how many, over all steps.
         length: mean sampled tokens, None without answers.
         reward: mean reward of those that were scored (low: hard prompts), None without any.
     """
 
+    groups: int
     answers: int
     length: float | None
     reward: float | None
@@ -79,7 +84,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         trainer_restarts: times that the run went back to a checkpoint because its trainer process died.
         evaluations_skipped: evaluations that could not be done; the records say why.
         prompts_given_up: prompts whose attempts were used up.
-        bias: answers that were trained beside answers that were dropped, see `Side`.
+        failures: groups that failed, by the reason of the first of each kind of fault.
+        bias: answers that were `trained`; that were `dropped`, of every attempt at a prompt; and of the last attempt at
+            prompts that were `left_out` for good. See `Side`.
         time_to_first_step_s: from process start to the end of the first optimiser step.
         wall_s: time the run has taken, resumed parts added.
         evaluations: every evaluation: step, and mean reward by task.
@@ -106,6 +113,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trainer_restarts: int
     evaluations_skipped: int
     prompts_given_up: int
+    failures: dict[str, int]
     bias: dict[str, Side]
     time_to_first_step_s: float | None
     wall_s: float
@@ -120,6 +128,10 @@ def _sessions(counters: Mapping[str, float]) -> Sessions | None:
     repairs = {key.removeprefix("repairs/"): n for key, n in counts.items() if key.startswith("repairs/")}
     numbers = {field: counts.get(field, 0) for field in Sessions.__struct_fields__ if field != "repairs"}
     return Sessions(**numbers, repairs=repairs)
+
+
+def _failures(counters: Mapping[str, float]) -> dict[str, int]:
+    return {key.removeprefix(FAILURE): int(n) for key, n in counters.items() if key.startswith(FAILURE)}
 
 
 def evaluations(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,8 +149,8 @@ def evaluations(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bias(records: list[dict[str, Any]]) -> dict[str, Side]:
-    """Trained and dropped answers of all steps together."""
-    return {side: _side(records, f"{BIAS_PREFIX}{side}_") for side in ("trained", "dropped")}
+    """Trained, dropped and left out answers of all steps together."""
+    return {side: _side(records, f"{BIAS_PREFIX}{side}_") for side in ("trained", "dropped", "left_out")}
 
 
 def _side(records: list[dict[str, Any]], prefix: str) -> Side:
@@ -149,7 +161,8 @@ def _side(records: list[dict[str, Any]], prefix: str) -> Side:
         return sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
 
     answers = int(sum(r[prefix + "trajectories"] for r in counted))
-    return Side(answers=answers, length=mean("length"), reward=mean("reward"))
+    groups = int(sum(r.get(prefix + "groups", 0) for r in records))
+    return Side(groups=groups, answers=answers, length=mean("length"), reward=mean("reward"))
 
 
 def make_report(path: Path) -> Report:
@@ -192,6 +205,7 @@ def make_report(path: Path) -> Report:
         trainer_restarts=int(counters.get("trainer_restarts", 0)),
         evaluations_skipped=int(counters.get("evaluations_skipped", 0)),
         prompts_given_up=int(counters.get("prompts_given_up", 0)),
+        failures=_failures(counters),
         bias=bias(records),
         time_to_first_step_s=status.get("time_to_first_step_s"),
         wall_s=round(counters.get("wall_s", 0.0), 3),
@@ -230,11 +244,27 @@ def rows(report: Report) -> list[tuple[str, str]]:
         found.append(("trainer restarts", str(report.trainer_restarts)))
     if report.evaluations_skipped:
         found.append(("evaluations skipped", str(report.evaluations_skipped)))
-    if report.bias["dropped"].answers:
-        found += [(f"answers {name}", _side_text(side)) for name, side in report.bias.items()]
+    found += _left_out_rows(report)
+    found.append(("folder", report.run))
+    return found
+
+
+def _left_out_rows(report: Report) -> list[tuple[str, str]]:
+    trained, dropped, left_out = (report.bias[side] for side in ("trained", "dropped", "left_out"))
+    found: list[tuple[str, str]] = []
+    if dropped.answers:
+        found.append(("answers trained", _side_text(trained)))
+        found.append(("answers dropped", f"{_side_text(dropped)} (of every attempt at a prompt)"))
+    if left_out.groups:
+        all_prompts = trained.groups + left_out.groups
+        found.append(("prompts left out", f"{left_out.groups:,} of {all_prompts:,}; answers: {_side_text(left_out)}"))
     if report.prompts_given_up:
         found.append(("prompts given up", str(report.prompts_given_up)))
-    found.append(("folder", report.run))
+    failures = sorted(report.failures.items(), key=lambda item: -item[1])
+    found += [("groups failed", f"{count:,}: {reason}") for reason, count in failures[:_FAILURES_SHOWN]]
+    if len(failures) > _FAILURES_SHOWN:
+        rest = failures[_FAILURES_SHOWN:]
+        found.append(("groups failed", f"{sum(count for _, count in rest):,} for {len(rest)} other reasons"))
     return found
 
 

@@ -347,8 +347,9 @@ class TrajectoryRecorder:
         """
         if not self._groups or self._left <= 0:
             return
-        frame = wire.encode(groups[: self._groups])
-        self._left -= len(frame)
+        # In parts: joining them would hold the interpreter's lock, and with it the event loop, for all of their bytes.
+        frame = wire.encode_parts(groups[: self._groups])
+        self._left -= sum(len(part) for part in frame)
         if self._left >= 0:
             write_atomic(self._folder / f"step_{step:06d}.mls", frame)
 

@@ -149,6 +149,10 @@ class GroupBuffer:
             self._window.drop(dropped.verdict, dropped.reason, group)
         return dropped
 
+    def leave_out(self, group: Group) -> None:
+        """Count the prompt of a refused or stale `group` as left out: it will not be tried again."""
+        self._window.leave_out(group)
+
     def waiting_before(self, prompt_index: int) -> int:
         """Waiting groups that come before a prompt in the stream."""
         return sum(e.group.prompt_index < prompt_index for e in self._waiting)

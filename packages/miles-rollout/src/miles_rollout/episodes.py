@@ -138,6 +138,7 @@ class EpisodeRunner:
             async with asyncio.timeout(limit) as timeout:
                 made = await self._generate(task, member, attempt)
             _check_episode(made, task, member)
+            self._counts.errors.update(kind for t in made if (kind := _failure_kind(t)) is not None)
             return made
         except Exception as error:  # task supervisor: what an episode raises fails its trajectory
             if self._config.on_error is ErrorPolicy.FATAL:
@@ -187,6 +188,14 @@ async def _gather(coroutines: Sequence[Awaitable[Sequence[Trajectory]]]) -> list
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _failure_kind(trajectory: Trajectory) -> str | None:
+    """Under which a failure that an episode returned is counted; None for a trajectory that did not fail."""
+    if trajectory.status not in (Status.FAILED, Status.ABORTED):
+        return None
+    scoring = (trajectory.error or "").startswith(("reward ", "the reward "))
+    return "reward" if scoring else trajectory.status.value
 
 
 def _check_episode(made: Sequence[Trajectory], task: Task, member: int) -> None:

@@ -11,6 +11,8 @@ from miles_contracts import Group
 PREFIX = "rollout/fully_async/"
 FILTER_PREFIX = "rollout/dynamic_filter/drop_"
 BIAS_PREFIX = "rollout/bias/"
+"""Sides of the bias report. Answers that were trained; answers that were dropped, of every attempt at a prompt; and
+answers of the last attempt at prompts that were left out for good (filtered, dropped or given up)."""
 VERSION_PREFIX = "rollout/weight_version/"
 """Oldest version of each consumed trajectory, and the share of those that more than one version sampled."""
 
@@ -24,10 +26,12 @@ class _Side:
     """Lengths and rewards of the trajectories on one side of the bias report."""
 
     def __init__(self) -> None:
+        self.groups = 0
         self.lengths: list[int] = []
         self.rewards: list[float] = []
 
     def add(self, group: Group) -> None:
+        self.groups += 1
         self.lengths += [t.num_sampled for t in group]
         self.rewards += [t.reward for t in group if t.reward is not None]
 
@@ -50,9 +54,14 @@ class BufferWindow:
         self._wasted_tokens = 0
         self._trained = _Side()
         self._dropped = _Side()
+        self._left_out = _Side()
+
+    def leave_out(self, group: Group) -> None:
+        """Count a prompt that will not be trained; `group` is the last attempt at it."""
+        self._left_out.add(group)
 
     def drop(self, verdict: str, reason: str, group: Group) -> None:
-        """Count a group that will not be trained."""
+        """Count a group that will not be trained; its prompt may be tried again."""
         self._drops[verdict] += 1
         if verdict == "filtered":
             self._filtered[reason] += 1
@@ -120,7 +129,8 @@ class BufferWindow:
             out[VERSION_PREFIX + "min"] = min(oldest)
             out[VERSION_PREFIX + "max"] = max(oldest)
             out[VERSION_PREFIX + "mixed_version_ratio"] = mean([first != last for first, last in self._versions])
-        for side, data in (("trained", self._trained), ("dropped", self._dropped)):
+        for side, data in (("trained", self._trained), ("dropped", self._dropped), ("left_out", self._left_out)):
+            out[f"{BIAS_PREFIX}{side}_groups"] = data.groups
             out[f"{BIAS_PREFIX}{side}_trajectories"] = len(data.lengths)
             if data.lengths:
                 out[f"{BIAS_PREFIX}{side}_length"] = mean(data.lengths)

@@ -10,8 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from miles_contracts import (
 from miles_rollout.buffer import Batch, Dropped, Entry, GroupBuffer
 from miles_rollout.discipline import Discipline
 from miles_rollout.episodes import EpisodeRunner, ErrorPolicy, GroupReward, WorkerConfig
+from miles_rollout.fates import Fates
 from miles_rollout.filters import FilterStreak
 from miles_rollout.ledger import Fate, Issue, Ledger
 from miles_rollout.metrics import PREFIX
@@ -111,6 +111,7 @@ class RolloutWorker:
         self._failures_in_a_row = 0
         self._streak = FilterStreak(self._config.max_filtered_in_a_row)
         self.on_warning: Callable[[str], None] | None = None
+        self._fates = Fates(self._warn)
         self._window = _Window()
         self._parked_since: float | None = None
 
@@ -235,6 +236,11 @@ class RolloutWorker:
         self._ledger.restore(state.again, state.kept)
         self._buffer.restore(state.entries, now=self._clock())
 
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Groups that failed since the start, by the reason of the first of each kind of fault."""
+        return self._fates.failures
+
     def metrics(self) -> dict[str, float]:
         """The buffer's and the worker's figures since the last call."""
         self._mark_parked()
@@ -249,7 +255,7 @@ class RolloutWorker:
             "rollout/failed_ratio": counts.failed / counts.finished if counts.finished else 0.0,
         }
         out |= {f"rollout/errors/{kind}": float(count) for kind, count in sorted(counts.errors.items())}
-        out |= self._window.metrics()
+        out |= self._window.metrics() | self._fates.take_metrics()
         self._window = _Window()
         return out
 
@@ -310,8 +316,10 @@ class RolloutWorker:
         if dropped.verdict == "filtered":
             self._failures_in_a_row = 0
             self._ledger.finished(group.prompt_index)
+            self._buffer.leave_out(group)
             self._count_filtered(dropped)
             return
+        self._fates.failed(dropped)
         self._settle(self._ledger.failed(group.prompt_index), dropped)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._config.max_failures_in_a_row:
@@ -322,9 +330,7 @@ class RolloutWorker:
         if self._streak.ended:
             raise RolloutDiedError(str(self._streak))
         if self._streak.warns:
-            _log.warning("%s", self._streak)
-            if self.on_warning is not None:
-                self.on_warning(f"warning: {self._streak}")
+            self._warn(str(self._streak))
 
     # -- supervision --------------------------------------------------------------------------------------
 
@@ -343,11 +349,14 @@ class RolloutWorker:
         self._notify()
 
     def _settle(self, fate: Fate, dropped: Dropped) -> None:
-        """Count what became of a prompt; one that is given up is also named."""
-        self._window.fates[fate] += 1
-        if fate is Fate.GIVEN_UP:
-            index, attempt = dropped.group.prompt_index, dropped.group.attempt
-            _log.warning("prompt %d is given up after attempt %d: %s", index, attempt, dropped.reason)
+        self._fates.settle(fate, dropped)
+        if fate is not Fate.RETRIED:
+            self._buffer.leave_out(dropped.group)
+
+    def _warn(self, text: str) -> None:
+        _log.warning("%s", text)
+        if self.on_warning is not None:
+            self.on_warning(f"warning: {text}")
 
     def _notify(self) -> None:
         """Wake everybody that waits for a change."""
@@ -383,13 +392,9 @@ class _Window:
     def __init__(self) -> None:
         self.producer_wait_s = 0.0
         self.trainer_wait_s = 0.0
-        self.fates: Counter[Fate] = Counter()
 
     def metrics(self) -> dict[str, float]:
         return {
             PREFIX + "producer_wait_seconds": self.producer_wait_s,
             PREFIX + "trainer_wait_seconds": self.trainer_wait_s,
-            PREFIX + "retries": float(self.fates[Fate.RETRIED]),
-            PREFIX + "given_up_prompts": float(self.fates[Fate.GIVEN_UP]),
-            PREFIX + "dropped_prompts": float(self.fates[Fate.DROPPED]),
         }

@@ -54,6 +54,29 @@ async def test_failed_prompts_are_retried_with_new_attempts_and_then_given_up(ca
     assert metrics[PREFIX + "retries"] == 3
     assert metrics[PREFIX + "given_up_prompts"] == 1
     assert "prompt 1 is given up after attempt 2: ValueError: no" in caplog.text
+    assert metrics["rollout/bias/dropped_groups"] == 4, "every attempt"
+    assert metrics["rollout/bias/left_out_groups"] == 1, "one prompt was never trained"
+    ((reason, count),) = worker.failures.items()
+    assert (reason.partition(" (")[0], count) == ("ValueError: no", 4)
+    assert sum("a group failed: ValueError: no" in r.getMessage() for r in caplog.records) == 1
+    await worker.close()
+
+
+async def test_failures_that_an_episode_returns_are_counted_by_what_failed() -> None:
+    async def generate(task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
+        why = {0: "reward raised ValueError: no", 1: "the reward is nan, not a finite number", 2: "audit: 3 differ"}
+        if task.prompt_index == 3:
+            return [trajectory(3, member, status=Status.ABORTED, error="abort")]
+        error = why.get(task.prompt_index)
+        status = Status.FINISHED if error is None else Status.FAILED
+        return [trajectory(task.prompt_index, member, status=status, error=error)]
+
+    worker = build(generate, size=1)
+    await worker.start(0)
+    await worker.collect(1, train_version=0)
+    metrics = worker.metrics()
+    errors = {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("rollout/errors/")}
+    assert errors == {"reward": 2, "failed": 1, "aborted": 1}
     await worker.close()
 
 
