@@ -129,7 +129,7 @@ def test_a_run_of_another_recipe(run: Path) -> None:
 
 
 def test_a_measurement_needs_no_room_for_a_trainer() -> None:
-    config = config_for(RECIPE, Parsed({"runtime": {"trainer_ranks": 8}}, {}, ()))
+    config = config_for(RECIPE, Parsed({"runtime": {"trainer_ranks": 8, "share_imports": False}}, {}, ()))
     with pytest.raises(InvalidFieldError, match="runtime.trainer_ranks"):
         check_room(config, 4 * TORCH_MIB)
     check_room(config, 4 * TORCH_MIB, training=False)

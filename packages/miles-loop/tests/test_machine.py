@@ -7,11 +7,14 @@ import pytest
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import RunConfig
-from miles_loop.machine import TORCH_MIB, WORKER_MIB, available_mib, check_room
+from miles_loop.machine import FORKED_MIB, TORCH_MIB, WORKER_MIB, available_mib, check_room
+from miles_loop.zygote import can_fork
 
 
 def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"model": "m", "task": {"source": "jsonl", "path": "p.jsonl"}, **sections})
+    runtime = {"share_imports": False, **sections.pop("runtime", {})}
+    task = {"source": "jsonl", "path": "p.jsonl"}
+    return RunConfig.model_validate({"model": "m", "task": task, "runtime": runtime, **sections})
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,14 @@ def test_what_fits_exactly_is_let_through() -> None:
     check_room(wanted, needed)
     with pytest.raises(InvalidFieldError):
         check_room(wanted, needed - 1)
+
+
+@pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
+def test_what_is_shared_is_not_asked_for_by_each() -> None:
+    wanted = config(runtime={"trainer_ranks": 5, "share_imports": True}, engine={"replicas": 5})
+    check_room(wanted, 10 * FORKED_MIB)
+    with pytest.raises(InvalidFieldError, match="each takes at least 40 MiB"):
+        check_room(wanted, 10 * FORKED_MIB - 1)
 
 
 def test_processes_elsewhere_need_no_memory_here() -> None:

@@ -14,15 +14,15 @@ from miles_loop.models import num_experts
 from miles_loop.placement import Machine
 from miles_loop.ports import choose_ports
 from miles_loop.preflight import starts_dedicated
-from miles_loop.runtime import require_runtime
+from miles_loop.runtime import require_runtime, worth_a_zygote
 from miles_loop.scoring import names_function
 from miles_loop.sglang_engine import require_sglang
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.imports import load_object
 
-TORCH_MIB, WORKER_MIB = 256, 48
-"""Memory that a process with torch (a trainer rank, an engine) and a rollout worker take before any model is loaded.
-Both are a little less than what was measured: nothing that could run is refused."""
+TORCH_MIB, FORKED_MIB, WORKER_MIB = 256, 40, 48
+"""Memory that a process with torch (a trainer rank, an engine), one that shares its imports with others, and a rollout
+worker take before any model is loaded. A little less than what was measured: nothing that could run is refused."""
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -75,9 +75,10 @@ def check_room(config: RunConfig, available: int | None, *, training: bool = Tru
     ray = config.runtime.kind is RuntimeKind.RAY
     if available is None or (ray and (config.runtime.ray.address or os.environ.get("RAY_ADDRESS"))):
         return
+    each = FORKED_MIB if training and worth_a_zygote(config) else TORCH_MIB
     asked = {
-        "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, TORCH_MIB),
-        "engine.replicas": (0 if config.engine.urls else config.engine.replicas, TORCH_MIB),
+        "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, each),
+        "engine.replicas": (0 if config.engine.urls else config.engine.replicas, each),
         "runtime.rollout_workers": (config.rollout_workers, WORKER_MIB),
         "evaluation.engines": (config.evaluation.engines if training and starts_dedicated(config) else 0, TORCH_MIB),
     }
