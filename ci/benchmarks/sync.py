@@ -218,10 +218,15 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
         pool.tell(("begin", update_id, manifest))
         pool.answers()
         stream = senders[name].send(forms[name][1].items(), manifest, update_id)
-        bucket = next(stream)
-        while bucket is not None:
+        # Two buckets are on their way, as a transaction has it.
+        loading = 0
+        for bucket in stream:
             pool.tell(("load", bucket))
-            bucket = next(stream, None)
+            loading += 1
+            if loading == 2:
+                pool.answers()
+                loading = 1
+        for _ in range(loading):
             pool.answers()
         pool.tell(("commit", update_id))
         pool.answers()

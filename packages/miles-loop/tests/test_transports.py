@@ -21,7 +21,7 @@ from miles_contracts import (
     WeightUpdateError,
 )
 from miles_loop.senders import make_sender
-from miles_loop.sglang_weights import PARTIAL
+from miles_loop.sglang_weights import PARTIAL, buckets_in_flight
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import (
     PEER_GROUP,
@@ -194,6 +194,13 @@ async def test_the_tensor_parallel_ranks_of_sglang_are_members_and_take_whole_te
     assert offsets == [1, 2, 6]
     with pytest.raises(WeightUpdateError, match="dp_size = 2"):
         await connected(BroadcastTransport(sender), sglang(dp_size=2))
+
+
+async def test_only_engines_that_put_buckets_in_order_are_told_of_the_next_one_early() -> None:
+    embedded, sglang = Client("http://a"), Client("http://b", EngineKind.SGLANG, tp_size=1)
+    transport = BroadcastTransport(Sender())  # type: ignore[arg-type]
+    assert buckets_in_flight(await transport.connect([embedded])) == 2  # type: ignore[list-item]
+    assert buckets_in_flight(await transport.connect([embedded, sglang])) == 1  # type: ignore[list-item]
 
 
 async def test_an_embedded_engine_is_told_which_collectives_bring_a_bucket() -> None:

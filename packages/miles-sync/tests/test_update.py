@@ -85,6 +85,48 @@ async def test_at_most_two_buckets_are_alive_and_the_next_is_written_while_one_l
     assert seen == [2, 3, 4, 4]
 
 
+async def test_two_buckets_may_be_on_their_way_and_no_third_is_asked_for(sender: LocalSender) -> None:
+    source, second = MemorySource(sender, random_weights(1)), asyncio.Event()
+    sent_before: list[int] = []
+
+    async def first_waits_for_second(what: str) -> None:
+        if what == "load 1":
+            sent_before.append(len(source.sent))
+            second.set()
+        if what == "load 0":
+            await second.wait()
+
+    engine = MemoryEngine("e", hook=first_waits_for_second)
+    await update([engine], source, in_flight=2)
+    assert sent_before == [2]
+    assert source.most_live == 2
+    assert source.acknowledged == [0, 1, 2, 3]
+    assert same_bits(engine.receiver.tensors, source.weights)
+
+
+async def test_a_bucket_on_its_way_is_given_up_when_the_one_before_it_is_refused(sender: LocalSender) -> None:
+    source, second, given_up = MemorySource(sender, random_weights(1)), asyncio.Event(), []
+
+    async def hook(what: str) -> None:
+        if what == "load 0":
+            await second.wait()
+            raise WeightUpdateError("no more memory", engine="e")
+        if what == "load 1":
+            second.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                given_up.append(what)
+                raise
+
+    engine = MemoryEngine("e", hook=hook)
+    with pytest.raises(WeightUpdateError, match="no more memory"):
+        await update([engine], source, in_flight=2)
+    assert given_up == ["load 1"]
+    assert engine.calls[-2:] == ["version", "resume"]
+    assert (engine.receiver.version, engine.paused, source.acknowledged) == (0, False, [])
+
+
 @pytest.mark.parametrize("step", ["pause", "begin", "load 0", "load 2", "commit"])
 async def test_a_refusal_anywhere_rolls_back_everywhere_and_is_named(sender: LocalSender, step: str) -> None:
     deny = on(step, lambda _: refuse("no more memory")("engine-1"))
@@ -305,6 +347,11 @@ async def test_refuses_times_that_are_not_positive(sender: LocalSender) -> None:
         await update(fleet(), MemorySource(sender, {}), deadline_s=0)
     with pytest.raises(InvalidFieldError, match="settle_s"):
         await update(fleet(), MemorySource(sender, {}), settle_s=-1)
+
+
+async def test_refuses_to_have_three_buckets_on_their_way(sender: LocalSender) -> None:
+    with pytest.raises(InvalidFieldError, match="in_flight: got 3; use 1 to 2"):
+        await update(fleet(), MemorySource(sender, {}), in_flight=3)
 
 
 def test_the_drivers_side_imports_no_torch() -> None:

@@ -21,7 +21,7 @@ from miles_loop.lockstep import Lockstep
 from miles_loop.processes import Process
 from miles_loop.routing import LocalRouting, Routing
 from miles_loop.serving import until_healthy
-from miles_loop.sglang_weights import with_checks
+from miles_loop.sglang_weights import buckets_in_flight, with_checks
 from miles_loop.transports import FleetTransport, LocalTransport, NotConnectedError
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
@@ -240,6 +240,7 @@ class Fleet:
                     mode=self._mode,
                     deadline_s=self._update_deadline_s,
                     canary=self._probe(version, again),
+                    in_flight=buckets_in_flight(engines),
                 )
             return self._told_of_checks(with_checks(report, engines))
         except BaseException:

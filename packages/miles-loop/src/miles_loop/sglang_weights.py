@@ -25,6 +25,7 @@ from miles_loop.sglang_checksums import ChecksumSource, TrainerChecks
 from miles_rollout.engine_client import EngineClient
 from miles_sync.messages import BroadcastBucket, HandleBucket, handle_name
 from miles_sync.report import UpdateReport, WeightCheck
+from miles_sync.update import UNACKNOWLEDGED
 
 PARTIAL = "partial-"
 """Beginning of the version of an engine between two versions."""
@@ -203,6 +204,11 @@ def _ranks(client: EngineClient, info: Mapping[str, Any]) -> int:
             reason = f"SGLang updates no {name} = {info[name]} over a group or by handle; start more engines instead"
             raise WeightUpdateError(reason, engine=client.url)
     return int(info.get("tp_size") or 1)
+
+
+def buckets_in_flight(engines: Sequence[Engine]) -> int:
+    """How many buckets may be announced at once: SGLang takes them as they come, every other engine in their order."""
+    return 1 if any(isinstance(engine, SglangEngine) for engine in engines) else UNACKNOWLEDGED
 
 
 def with_checks(report: UpdateReport, engines: Sequence[Engine]) -> UpdateReport:
