@@ -1,6 +1,7 @@
-"""Runs a module as a child that cannot outlive its parent: `python -m miles_loop.child FD module [arguments]`.
+"""Runs a module as a child that cannot outlive its parent: `python -m miles_loop.child FD[,FD] module [arguments]`.
 
-`FD -- program [arguments]` does the same for a program.
+`FD -- program [arguments]` does the same for a program. The first descriptor is the end of the pipe below; the second,
+if there is one, is held by the guard alone, so that the driver notices when the guard is gone (`miles_loop.guard`).
 
     driver  --- pipe --->  guard (waits for the pipe's end, then kills the group)
        \\--- starts --->  module (leads the group; whatever it starts is in it)
@@ -18,19 +19,24 @@ import signal
 import sys
 
 _MAX_DESCRIPTORS = 4096
+_KEPT = 3
+"""Number under which the guard holds its end of the watch."""
 _SHELL = "/bin/sh"
 _GUARD = "while read _; do :; done; kill -KILL 0"
 """What the guard runs: wait for the end of its standard input, then kill its process group, itself included. An
 interpreter that waits beside every process of a run would take ten times a shell's memory."""
 
 
-def _guard(pipe: int) -> None:
+def _guard(pipe: int, watch: int | None) -> None:
     """Become the guard: wait for the end of the driver, or of the pipe that it closes when the module has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the module may take its time; the guard stays until it is over
     # What the module is connected to must see the module's end, which an open copy here would hide.
     os.dup2(pipe, 0)
-    os.closerange(3, _MAX_DESCRIPTORS)
+    if watch is not None:
+        watch = os.dup(watch) if watch == _KEPT else watch
+        os.dup2(watch, _KEPT)
+    os.closerange(_KEPT + (watch is not None), _MAX_DESCRIPTORS)
     os.set_inheritable(1, False)
     os.set_inheritable(2, False)
     try:
@@ -42,12 +48,15 @@ def _guard(pipe: int) -> None:
 
 def main() -> None:
     """Start the guard, then become the module, or the program."""
-    pipe, module = int(sys.argv[1]), sys.argv[2]
+    descriptors = [int(number) for number in sys.argv[1].split(",")]
+    pipe, watch = descriptors[0], descriptors[1] if len(descriptors) > 1 else None
+    module = sys.argv[2]
     if os.getpgrp() != os.getpid():
         raise SystemExit("miles_loop.child must lead its process group")
     if os.fork() == 0:
-        _guard(pipe)
-    os.close(pipe)
+        _guard(pipe, watch)
+    for descriptor in descriptors:
+        os.close(descriptor)
     if module == "--":
         try:
             os.execvp(sys.argv[3], sys.argv[3:])

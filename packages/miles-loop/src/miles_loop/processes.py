@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from miles_loop.errors import DiskFullError, ProcessDiedError
 from miles_loop.files import is_disk_full
+from miles_loop.guard import Guard
 
 if TYPE_CHECKING:
     from miles_loop.zygote import Adopted, Zygote
@@ -57,9 +58,9 @@ class ProcessSpec:
     python: str | None = None
 
 
-def child_command(spec: ProcessSpec, pipe: int) -> list[str]:
-    """Command line of a child that ends with this process; `pipe` is the read end of the pipe it inherits."""
-    arguments = [str(pipe), spec.module, *spec.arguments]
+def child_command(spec: ProcessSpec, guard: str) -> list[str]:
+    """Command line of a child that ends with this process; `guard` names descriptors that it inherits (`Guard`)."""
+    arguments = [guard, spec.module, *spec.arguments]
     if spec.python is None:
         return [sys.executable, "-m", "miles_loop.child", *arguments]
     # Run by its path, as a program of the standard library alone; its folder does not get onto the module path.
@@ -151,7 +152,7 @@ class ChildProcess:
         self._inherits = inherits
         self._zygote = zygote
         self._process: asyncio.subprocess.Process | Adopted | None = None
-        self._pipe: int | None = None
+        self._guard: Guard | None = None
         self._stopping = False
         self._killed_because: str | None = None
         self._log_start = 0
@@ -184,15 +185,15 @@ class ChildProcess:
     async def start(self) -> None:
         """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
         self.close_pipe()  # of an earlier start: what that one left behind ends now
-        read_end, self._pipe = os.pipe()
+        guard = self._guard = Guard(self.name)
         self._stopping, self._killed_because = False, None
-        passed = [read_end] if self._inherits is None else [read_end, self._inherits.fileno()]
+        passed = [*guard.passed, *([] if self._inherits is None else [self._inherits.fileno()])]
         try:
             with self.log.open("ab") as log:
                 self._log_start = log.tell()
                 forked = await self._zygote.start(self.spec, log.fileno(), passed) if self._zygote else None
                 self._process = forked or await asyncio.create_subprocess_exec(
-                    *child_command(self.spec, read_end),
+                    *child_command(self.spec, guard.argument),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -208,8 +209,9 @@ class ChildProcess:
                 raise ProcessDiedError(self.name, how, self.log, "") from error
             raise
         finally:
-            os.close(read_end)
+            guard.let_go()
             self._let_go()
+        guard.watch(self._process.pid, lambda: self.running and not self._stopping)
 
     async def died(self) -> ProcessDiedError:
         """Wait until the process ends without having been told to; never returns for a stopped one."""
@@ -268,10 +270,10 @@ class ChildProcess:
             self._inherits.close()
 
     def close_pipe(self) -> None:
-        """Let go of the pipe that keeps the child alive."""
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
+        """Let go of the guard that keeps the child from outliving this process."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:

@@ -120,7 +120,7 @@ class Zygote:
         Args:
             spec: what it runs.
             log: descriptor of the file that it writes to.
-            passed: descriptors that it inherits under the same numbers; the first is the pipe of its guard.
+            passed: descriptors that it inherits under the same numbers; the first two are those of its guard.
         """
         if self._closed or spec.module not in self._modules:
             return None
@@ -152,7 +152,7 @@ class Zygote:
 
     def _fork(self, spec: ProcessSpec, log: int, passed: Sequence[int]) -> int:
         """The child's process id. Nothing else must run meanwhile: what loses its parent then becomes ours."""
-        arguments = [str(passed[0]), spec.module, *spec.arguments]
+        arguments = [f"{passed[0]},{passed[1]}", spec.module, *spec.arguments]
         request = Request(arguments=arguments, environment=child_environment(spec), descriptors=list(passed))
         self._socket.settimeout(_FORK_S)
         _be_subreaper(True)
