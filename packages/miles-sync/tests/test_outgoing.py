@@ -44,12 +44,12 @@ class Wire:
 def send(
     bucket: Bucket, pieces: list[torch.Tensor], in_place: int, transfer: int
 ) -> tuple[Outgoing, Wire, torch.Tensor]:
-    wire, packed = Wire(), np.zeros(bucket.num_bytes, np.uint8)
+    wire, packed = Wire(), torch.zeros(bucket.num_bytes, dtype=torch.uint8)
     outgoing = Outgoing(wire.start, packed, digests=True, in_place_bytes=in_place, transfer_bytes=transfer)
     for piece, data in zip(bucket.pieces, pieces, strict=True):
         assert outgoing.put(piece, data) == digest(data.numpy())
     outgoing.finish()
-    return outgoing, wire, torch.from_numpy(packed)
+    return outgoing, wire, packed
 
 
 def inside(data: torch.Tensor, block: torch.Tensor) -> bool:
@@ -110,7 +110,9 @@ def test_a_full_transfer_starts_before_the_next_piece_is_asked_for() -> None:
     block = torch.zeros(1024, dtype=torch.uint8)
     bucket = bucket_of([256, 256, 256])
     wire, started = Wire(), []
-    outgoing = Outgoing(wire.start, np.zeros(1024, np.uint8), digests=False, in_place_bytes=64, transfer_bytes=256)
+    outgoing = Outgoing(
+        wire.start, torch.zeros(1024, dtype=torch.uint8), digests=False, in_place_bytes=64, transfer_bytes=256
+    )
     for piece in bucket.pieces:
         outgoing.put(piece, block[piece.offset : piece.offset + 256])
         started.append(len(wire.sent))

@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from functools import partial
 
 import msgspec
-import numpy as np
 import torch
 
 from miles_contracts import InvalidFieldError, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
@@ -33,7 +32,7 @@ from miles_sync.group import Group, Lane, Meeting
 from miles_sync.messages import BroadcastBucket, GroupOffer
 from miles_sync.outgoing import IN_PLACE_BYTES, Outgoing
 from miles_sync.staging import Receiver, Staging
-from miles_sync.tensors import Bytes, fetch_with_digest
+from miles_sync.tensors import Bytes, place_with_digest
 
 SENDER_RANK = 0
 
@@ -172,7 +171,7 @@ class BroadcastSender:
         """Start the collectives of a bucket."""
         outgoing = Outgoing(
             partial(self._start, slot),
-            slot.room(bucket.num_bytes),
+            slot.room(bucket.num_bytes, self._device),
             digests=self._digests,
             in_place_bytes=self._in_place_bytes,
         )
@@ -184,13 +183,13 @@ class BroadcastSender:
 
     def _take_packed(self, slot: _Slot, bucket: Bucket, export: CheckedExport) -> _Taken:
         """As `_take`, by one collective in which everything lies as it was planned."""
-        memory = slot.room(bucket.num_bytes)
+        memory = slot.room(bucket.num_bytes, self._device)
 
         def deliver(piece: Piece, data: torch.Tensor) -> str | None:
-            return fetch_with_digest(data, memory[piece.offset :][: piece.num_bytes], digests=self._digests)
+            return place_with_digest(data, memory[piece.offset :][: piece.num_bytes], digests=self._digests)
 
         described = fill_bucket(bucket, export, deliver, digests=self._digests)
-        self._start(slot, torch.from_numpy(memory))
+        self._start(slot, memory)
         self._started(slot)
         return bucket.num_bytes, (), described
 
@@ -254,12 +253,12 @@ class _Slot:
     def __init__(self) -> None:
         self.started: list[Future[Callable[[], None]]] = []
         self.over: Future[None] | None = None
-        self._memory: Bytes = np.empty(0, np.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> Bytes:
-        """Memory for packing, the same as for the bucket before when that was enough."""
+    def room(self, num_bytes: int, device: str) -> torch.Tensor:
+        """uint8 [num_bytes] for packing, the same as for the bucket before when that was enough."""
         if len(self._memory) < num_bytes:
-            self._memory = np.empty(num_bytes, np.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory[:num_bytes]
 
 

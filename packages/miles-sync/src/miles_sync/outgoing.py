@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from miles_sync.buckets import Piece, aligned
-from miles_sync.tensors import Bytes, digest_bytes
+from miles_sync.tensors import digest_bytes
 
 IN_PLACE_BYTES = 8 << 20
 """Memory of this size is sent from where it is. With gloo, a collective of its own costs more processor time than
@@ -30,7 +30,7 @@ class Outgoing:
 
     Args:
         start: starts sending flat uint8 bytes, which do not change until the bucket is over.
-        memory: for packing, aligned, as large as the bucket.
+        memory: uint8 for packing, aligned, as large as the bucket, on the device that is sent from.
         digests: whether pieces are digested.
         in_place_bytes, transfer_bytes: see the constants.
 
@@ -42,7 +42,7 @@ class Outgoing:
     def __init__(
         self,
         start: Callable[[torch.Tensor], None],
-        memory: Bytes,
+        memory: torch.Tensor,
         *,
         digests: bool,
         in_place_bytes: int = IN_PLACE_BYTES,
@@ -91,7 +91,7 @@ class Outgoing:
 
     def _pack(self, number: int, data: torch.Tensor) -> None:
         at = aligned(self._packed_to)
-        torch.from_numpy(self._memory[at : at + len(data)]).copy_(data)
+        self._memory[at : at + len(data)].copy_(data)
         self._packed.append((number, at - self._packed_from))
         self._packed_to = at + len(data)
         if self._packed_to - self._packed_from >= self._transfer_bytes:
@@ -101,7 +101,7 @@ class Outgoing:
         for number, offset in self._packed:
             self.offsets[number] = self._end + offset
         if self._packed:
-            self._send(torch.from_numpy(self._memory[self._packed_from : self._packed_to]))
+            self._send(self._memory[self._packed_from : self._packed_to])
         self._packed = []
         self._packed_from = self._packed_to = aligned(self._packed_to)
 

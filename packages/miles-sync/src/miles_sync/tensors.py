@@ -64,6 +64,14 @@ def fetch_with_digest(source: torch.Tensor, target: Bytes, *, digests: bool = Tr
     return digest_bytes(target) if digests else None
 
 
+def place_with_digest(source: torch.Tensor, target: torch.Tensor, *, digests: bool = True) -> str | None:
+    """Copy flat uint8 `source` (any device) into `target` of the same length (any device); the digest of the bytes."""
+    if target.device.type == "cpu":
+        return fetch_with_digest(source, target.numpy(), digests=digests)
+    target.copy_(source)
+    return digest_bytes(source.cpu().numpy()) if digests else None
+
+
 def copy_with_digest(source: Bytes, target: Bytes, *, digests: bool = True) -> str | None:
     """Copy bytes; the digest of what was copied, None when not asked for.
 
