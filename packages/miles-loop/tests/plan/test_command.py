@@ -196,5 +196,5 @@ def test_a_run_of_a_few_steps_says_too_little(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.create(config_for(RECIPE, parse([], TRAIN_FLAGS)))
     run.unlock()
-    with pytest.raises(InvalidFieldError, match="0 usable steps; at least 8"):
+    with pytest.raises(InvalidFieldError, match="0 usable steps of 0, and at least 8 are needed; the first fifth"):
         layer_of_run(tmp_path / "run")

@@ -40,9 +40,9 @@ class TaskConfig(Section):
     eval_path: Path | None = None
     """JSONL file with the held-out prompts; without it the last `eval_size` lines of `path` are held out."""
     dataset: str | None = None
-    """reasoning-gym: name of the task family, for example `basic_arithmetic`."""
+    """reasoning-gym: which kind of problem it generates, for example `basic_arithmetic`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """reasoning-gym: settings of the task family, for example `task.options.max_digits`."""
+    """reasoning-gym: settings of that kind of problem, for example `task.options.max_digits`."""
     size: Positive = 4096
     """reasoning-gym: number of different training problems before the stream repeats."""
     eval_size: NonNegative = 64
@@ -75,5 +75,5 @@ class TaskConfig(Section):
         if self.source is TaskSourceKind.JSONL and self.path is None:
             raise ValueError("path: a jsonl task needs task.path (a file of prompts)")
         if self.source is TaskSourceKind.REASONING_GYM and self.dataset is None:
-            raise ValueError("dataset: a reasoning_gym task needs task.dataset (the name of a task family)")
+            raise ValueError("dataset: a reasoning_gym task needs task.dataset (which kind of problem)")
         return self

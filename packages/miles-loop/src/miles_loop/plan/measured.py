@@ -36,9 +36,16 @@ def layer_of_run(path: Path) -> dict[str, Any]:
     """
     folder = RunFolder(path)
     config = folder.read_config()
-    records = _steady(read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else [])
+    done = [r for r in read_jsonl(folder.metrics_file) if r["step"]]
+    records = _steady(done)
     if len(records) < _LEAST:
-        raise InvalidFieldError("--from", str(path), f"{len(records)} usable steps; at least {_LEAST} are needed")
+        raise InvalidFieldError(
+            "--from",
+            str(path),
+            f"{len(records)} usable steps of {len(done)}, and at least {_LEAST} are needed; the first fifth (two at "
+            "least) and steps that also evaluated or saved do not count: let it train longer, 14 steps say, without "
+            "--evaluation.every and --checkpoint-every",
+        )
     layer = merge(_shape(config, records), {"workload": _workload(config, records)}, {"trainer": _trainer(records)})
     return merge(layer, _engine(layer, config, _mean(records, "perf/rollout_generation_s")))
 
