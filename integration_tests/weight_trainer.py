@@ -44,9 +44,9 @@ class Trainer:
         self.flip: tuple[str, int] | None = None
         self._count = 0
 
-    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
+    async def connect(self, receivers: Sequence[str], *, split: bool, digests: bool = True) -> GroupOffer | None:
         specs = manifest_of(self.weights, 0).tensors
-        return await asyncio.to_thread(self.sender.connect, receivers, specs, split)
+        return await asyncio.to_thread(self.sender.connect, receivers, specs, split, digests)
 
     async def begin(self, version: int) -> tuple[str, WeightManifest]:
         self._count += 1

@@ -58,8 +58,8 @@ class Source:
         specs = tuple(spec_of(name, tensor) for name, tensor in self._trainer.export_weights())
         return WeightManifest(version=version, tensors=specs)
 
-    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
-        return await asyncio.to_thread(self.sender.connect, receivers, self._manifest(0).tensors, split)
+    async def connect(self, receivers: Sequence[str], *, split: bool, digests: bool = True) -> GroupOffer | None:
+        return await asyncio.to_thread(self.sender.connect, receivers, self._manifest(0).tensors, split, digests)
 
     async def begin(self, version: int) -> tuple[str, WeightManifest]:
         self._count += 1

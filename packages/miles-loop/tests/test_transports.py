@@ -111,8 +111,9 @@ class Sender:
         self.told: list[tuple[tuple[str, ...], bool]] = []
         self.table = ChecksumTable(nothing="this trainer hashes nothing")
 
-    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer:
+    async def connect(self, receivers: Sequence[str], *, split: bool, digests: bool = True) -> GroupOffer:
         self.told.append((tuple(receivers), split))
+        self.digests = digests
         group = f"g{len(self.told)}"
         return GroupOffer(group=group, host="trainer", port=5, size=len(receivers) + 1, backend="gloo", timeout_s=9)
 
@@ -194,6 +195,14 @@ async def test_the_tensor_parallel_ranks_of_sglang_are_members_and_take_whole_te
     assert offsets == [1, 2, 6]
     with pytest.raises(WeightUpdateError, match="dp_size = 2"):
         await connected(BroadcastTransport(sender), sglang(dp_size=2))
+
+
+async def test_digests_are_made_where_somebody_compares_them() -> None:
+    sender = Sender()
+    transport = BroadcastTransport(sender)
+    for clients, wanted in (([sglang()], False), ([sglang(), Client("http://a")], True), ([Client("http://a")], True)):
+        await connected(transport, *clients)
+        assert sender.digests is wanted
 
 
 async def test_only_engines_that_put_buckets_in_order_are_told_of_the_next_one_early() -> None:

@@ -23,13 +23,16 @@ from miles_sync.peer.engine import make_backend, split_address
 class WeightSender(Protocol):
     """What the trainer process asks of a transport."""
 
-    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> GroupOffer | None:
+    def connect(
+        self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True
+    ) -> GroupOffer | None:
         """Engines have joined, left or been restarted. Returns what they have to be told, if anything.
 
         Args:
             receivers: their names, or their addresses where the transport writes to those.
             specs: the tensors of the model.
             split: whether every receiver takes a large tensor in pieces.
+            digests: whether any receiver compares digests; where none does, weights on a device need not pass the host.
         """
 
     def send(self, tensors: Iterable[tuple[str, Any]], manifest: WeightManifest, update_id: str) -> Iterator[AnyBucket]:
@@ -90,7 +93,7 @@ class _Local(HandingSender):
     def __init__(self, settings: SenderSettings) -> None:
         super().__init__(Path(settings.directory), settings.bucket_bytes)
 
-    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True) -> None:
         """Only those that take handles have to be known.
 
         Raises:
@@ -108,9 +111,11 @@ class _Broadcast(BroadcastSender):
         device = "cpu" if settings.backend == "gloo" else "cuda"
         super().__init__(meeting, (), settings.bucket_bytes, backend=settings.backend, device=device)
 
-    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> GroupOffer:
+    def connect(
+        self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True
+    ) -> GroupOffer:
         """Open the group that the receivers are then asked to join."""
-        self.split = split
+        self.split, self.digests = split, digests
         return self.set_receivers(receivers)
 
 
@@ -123,7 +128,7 @@ class _Peer:
         self._writer = backend.writer()
         self._sender: PeerSender | None = None
 
-    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True) -> None:
         """Plan the transfers to these addresses.
 
         Raises:
@@ -168,7 +173,7 @@ class _Disk(DiskSender):
         store.mkdir(parents=True, exist_ok=True)
         super().__init__(DeltaPublisher(FolderStore(store)))
 
-    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool) -> None:
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True) -> None:
         """Nobody has to be told anything."""
 
     def close(self) -> None:

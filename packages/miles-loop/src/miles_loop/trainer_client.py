@@ -100,9 +100,9 @@ class TrainerClient:
         """One optimiser step."""
         return await self._call(link.TrainStep(groups=list(groups)), link.StepDone, "the optimiser step")
 
-    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
+    async def connect(self, receivers: Sequence[str], *, split: bool, digests: bool = True) -> GroupOffer | None:
         """Name the engines that receive from now on; the group that they have to join, if any."""
-        request = link.Connect(receivers=tuple(receivers), split=split)
+        request = link.Connect(receivers=tuple(receivers), split=split, digests=digests)
         return (await self._call(request, link.Connected, "the sender to turn to other engines")).offer
 
     async def begin(self, version: int) -> tuple[str, WeightManifest]:

@@ -149,11 +149,12 @@ class ShareDone(msgspec.Struct, frozen=True, kw_only=True, tag="share_done"):
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """From now on these engines receive: names, or addresses where the transport writes to those.
 
-    `split` says whether all of them take a tensor larger than a bucket in pieces.
+    `split` says whether all of them take a tensor larger than a bucket in pieces, `digests` whether any compares them.
     """
 
     receivers: tuple[str, ...]
     split: bool
+    digests: bool = True
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):

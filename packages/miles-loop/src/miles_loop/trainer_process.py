@@ -104,7 +104,7 @@ class TrainerService:
         match request:
             case link.Connect():
                 specs = self.trainer.weight_manifest().tensors
-                return link.Connected(offer=sender.connect(request.receivers, specs, request.split))
+                return link.Connected(offer=sender.connect(request.receivers, specs, request.split, request.digests))
             case link.BeginExport():
                 return self._begin_export(request, sender)
             case link.ExpectChecksums():

@@ -43,8 +43,11 @@ class NotConnectedError(WeightUpdateError):
 class Sender(ChecksumSource, Protocol):
     """The trainer, as far as it has to be told who receives, and knows what they have then."""
 
-    async def connect(self, receivers: Sequence[str], *, split: bool) -> GroupOffer | None:
-        """From now on these receive; the group that they have to join, if any."""
+    async def connect(self, receivers: Sequence[str], *, split: bool, digests: bool = True) -> GroupOffer | None:
+        """From now on these receive; the group that they have to join, if any.
+
+        `split`: all of them take a large tensor in pieces; `digests`: any of them compares digests.
+        """
 
 
 class FleetTransport(Protocol):
@@ -159,7 +162,8 @@ class BroadcastTransport:
         members = tuple(f"{url}#{rank}" for url, count in sizes.items() for rank in range(count))
         if members != self._members:
             old, self._members = self._group, ()
-            offer = await self._sender.connect(members, split=not sglang)
+            digests = len(sglang) < len(clients)  # SGLang compares none
+            offer = await self._sender.connect(members, split=not sglang, digests=digests)
             assert offer is not None  # the broadcast sender always opens a group
             if old:
                 await asyncio.gather(*(_leave(client, old) for client in clients))

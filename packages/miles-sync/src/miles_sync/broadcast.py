@@ -49,7 +49,7 @@ class BroadcastSender:
         bucket_bytes: capacity of a bucket.
         backend: `gloo`, or `nccl` with buffers on `device`.
         device: where the collective's buffers live.
-        digests: whether specs carry digests.
+        digests: whether specs carry digests; may be changed between updates.
         split: False keeps a tensor larger than a bucket whole and packs every bucket, which SGLang needs; may be
             changed between updates.
         in_place_bytes: memory of at least this size is sent from where it is, unless buckets are packed.
@@ -71,7 +71,7 @@ class BroadcastSender:
         if in_place_bytes < 1:
             raise InvalidFieldError("in_place_bytes", in_place_bytes, "use at least 1")
         self._meeting, self._backend, self._device = meeting, backend, device
-        self._bucket_bytes, self._digests = bucket_bytes, digests
+        self._bucket_bytes, self.digests = bucket_bytes, digests
         self.split, self._in_place_bytes = split, in_place_bytes
         self._receivers: tuple[str, ...] = ()
         self._group: Future[Group] | None = None
@@ -172,10 +172,10 @@ class BroadcastSender:
         outgoing = Outgoing(
             partial(self._start, slot),
             slot.room(bucket.num_bytes, self._device),
-            digests=self._digests,
+            digests=self.digests,
             in_place_bytes=self._in_place_bytes,
         )
-        placed, part_of, part_start = fill_bucket(bucket, export, outgoing.put, digests=self._digests)
+        placed, part_of, part_start = fill_bucket(bucket, export, outgoing.put, digests=self.digests)
         outgoing.finish()
         self._started(slot)
         moved = tuple(msgspec.structs.replace(p, offset=at) for p, at in zip(placed, outgoing.offsets, strict=True))
@@ -186,9 +186,9 @@ class BroadcastSender:
         memory = slot.room(bucket.num_bytes, self._device)
 
         def deliver(piece: Piece, data: torch.Tensor) -> str | None:
-            return place_with_digest(data, memory[piece.offset :][: piece.num_bytes], digests=self._digests)
+            return place_with_digest(data, memory[piece.offset :][: piece.num_bytes], digests=self.digests)
 
-        described = fill_bucket(bucket, export, deliver, digests=self._digests)
+        described = fill_bucket(bucket, export, deliver, digests=self.digests)
         self._start(slot, memory)
         self._started(slot)
         return bucket.num_bytes, (), described
