@@ -120,6 +120,16 @@ def test_turns_wait_for_each_other_in_the_process_that_makes_trajectories() -> N
     assert made.engine_idle == pytest.approx(1.0, abs=1e-4)
 
 
+def test_several_rollout_workers_share_the_turns() -> None:
+    pipeline = Pipeline(batch_groups=1, group_size=4, depth=0, steps=3, warmup=1, handling_s=0.2, rollout_workers=2)
+    rates = EngineRates(base_s=1e-6, latency_s=0.1)
+    made = simulate(pipeline, workload(delay=CONSTANT, sampled=1), rates, TrainerRates(fixed_s=0.3))
+    # Each has two: sent at 0.1 and 0.2, answered 0.1 s later, dealt with by 0.3 and 0.4.
+    assert made.step_s == pytest.approx(0.4 + 0.5 + 0.3, abs=1e-4)
+    with pytest.raises(InvalidFieldError, match="pipeline.rollout_workers"):
+        Pipeline(batch_groups=1, group_size=1, depth=0, rollout_workers=0)
+
+
 def test_an_engine_whose_weights_change_computes_nothing() -> None:
     # Four sequences of 1 s, two a batch: 0.5 s of computing between weight updates of 0.5 s each.
     pipeline = Pipeline(batch_groups=2, group_size=1, depth=20, max_in_flight=4, steps=30, warmup=10)

@@ -50,6 +50,7 @@ class Member:
     index: int
     episode: Episode
     key: str
+    worker: int = 0
     turn: int = 0
     context: int = 0
     engine: int = -1
@@ -75,7 +76,8 @@ class SimRollout:
         self._workload = workload
         self._later = later
         self._latency_s = rates.latency_s
-        self._handled_until = 0.0
+        self._handled_until = [0.0] * pipeline.rollout_workers
+        self._members = 0
         self._prompts = 0
         self._parked: list[tuple[_Flight, Group, float]] = []
         self._refused: set[tuple[int, int]] = set()
@@ -147,18 +149,20 @@ class SimRollout:
         flight = _Flight(issue, now, self._workload.filtered(prompt, attempt), size, [])
         for index in range(size):
             episode = self._workload.episode(prompt, index, attempt)
-            self._next_turn(Member(flight, index, episode, f"{prompt}-{index}-{attempt}"), now)
+            worker = self._members % len(self._handled_until)
+            self._members += 1
+            self._next_turn(Member(flight, index, episode, f"{prompt}-{index}-{attempt}", worker), now)
 
     def _next_turn(self, member: Member, now: float) -> None:
         turn = member.episode.turns[member.turn]
         name = self.router.place(member.key, member.context + turn.new_prompt + turn.sampled)
         assert name is not None  # no simulated engine is ever out of service
-        self._at(self._handled(now) + self._latency_s / 2, now, partial(self._arrive, member, int(name)))
+        self._at(self._handled(member.worker, now) + self._latency_s / 2, now, partial(self._arrive, member, int(name)))
 
-    def _handled(self, now: float) -> float:
-        """When the process that makes trajectories is done with half of a turn that it is given now."""
-        self._handled_until = max(self._handled_until, now) + self._pipeline.handling_s / 2
-        return self._handled_until
+    def _handled(self, worker: int, now: float) -> float:
+        """When a process that makes trajectories is done with half of a turn that it is given now."""
+        self._handled_until[worker] = max(self._handled_until[worker], now) + self._pipeline.handling_s / 2
+        return self._handled_until[worker]
 
     def _at(self, time: float, now: float, action: Action) -> None:
         """At once when it is time, later when it is not."""
@@ -196,7 +200,7 @@ class SimRollout:
         turn = member.episode.turns[member.turn]
         self.router.done(str(member.engine), member.context)
         member.turn += 1
-        self._later(self._handled(now) + turn.delay_s, partial(self.delay_over, member))
+        self._later(self._handled(member.worker, now) + turn.delay_s, partial(self.delay_over, member))
 
     def delay_over(self, member: Member, now: float) -> None:
         """The environment of a member has answered: the next turn, or the end."""

@@ -64,8 +64,9 @@ class Pipeline:
         steps: optimiser steps to simulate.
         warmup: steps at the start that no figure counts.
         prefix_cache: an answer extends what its engine has cached under the same weights.
-        handling_s: seconds of the one process that makes trajectories for each turn, half of them before the engine
-            has it; turns wait for each other there.
+        rollout_workers: processes that make trajectories; trajectories are dealt out among them in turn.
+        handling_s: seconds of such a process for each turn, half of them before the engine has it; turns wait for each
+            other there.
     """
 
     batch_groups: int
@@ -84,10 +85,11 @@ class Pipeline:
     steps: int = 60
     warmup: int = 10
     prefix_cache: bool = True
+    rollout_workers: int = 1
     handling_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("engines", 1), ("steps", 1), ("warmup", 0)):
+        for name, least in (("engines", 1), ("rollout_workers", 1), ("steps", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise InvalidFieldError(f"pipeline.{name}", getattr(self, name), f"use a value >= {least}")
         if not 0.0 <= self.handling_s < math.inf:
