@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from miles_contracts import Engine, EngineError, EngineUnavailableError, GenerateResult, SamplingParams
+from miles_contracts import EngineError, EngineUnavailableError, GenerateResult, SamplingParams
 from miles_contracts.engine_proxy import EngineProxy
 from miles_rollout.engine_client import EngineClient
 
@@ -155,8 +155,3 @@ class LockstepEngine(EngineProxy):
         """Sample, in step with all others."""
         name = request_id or uuid.uuid4().hex
         return await self._lockstep.generate(self._client, input_ids, params, name, routing, routing_start)
-
-
-def in_step(engine: EngineClient, lockstep: Lockstep | None) -> Engine:
-    """The engine itself where nothing is sent in rounds."""
-    return engine if lockstep is None else LockstepEngine(engine, lockstep)

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from miles_contracts import Engine
 from miles_loop.audit import EngineRecords, RecordingEngine
+from miles_loop.bundles import BundlingEngine
 from miles_loop.gateway import Gateway
-from miles_loop.lockstep import Lockstep, in_step
+from miles_loop.lockstep import Lockstep, LockstepEngine
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.router import Router, RouterConfig
 
@@ -76,9 +77,9 @@ class LocalRouting:
         """Rounds of training; whoever knows how many trajectories are in flight tells it."""
         self.evaluation_lockstep = Lockstep() if lockstep else None
         self._training: dict[str, Engine] = {
-            client.url: RecordingEngine(in_step(client, self.lockstep), records) for client in clients
+            client.url: RecordingEngine(_together(client, self.lockstep), records) for client in clients
         }
-        self._evaluation = {client.url: in_step(client, self.evaluation_lockstep) for client in clients}
+        self._evaluation = {client.url: _together(client, self.evaluation_lockstep) for client in clients}
         training, evaluation = list(self._training.values()), list(self._evaluation.values())
         self.router: Router
         """Routes training: every answer is recorded."""
@@ -139,3 +140,8 @@ class LocalRouting:
     async def close(self) -> None:
         """End the health checks."""
         await asyncio.gather(*(router.close() for router in self._routers))
+
+
+def _together(client: EngineClient, lockstep: Lockstep | None) -> Engine:
+    """The engine with few calls: in rounds, or what is asked for in one moment."""
+    return BundlingEngine(client) if lockstep is None else LockstepEngine(client, lockstep)

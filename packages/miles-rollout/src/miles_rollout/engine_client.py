@@ -130,6 +130,10 @@ class EngineClient(WeightCalls):
                 raise
             return None
 
+    async def streams_batches(self) -> bool:
+        """Whether `generate_each` may be used."""
+        return await self._kind_or_none() is not None and (await self.identify()).batched_streams
+
     async def server_info(self) -> dict[str, Any]:
         """`/server_info` as the engine gives it."""
         answer = await self._http.call("GET", "/server_info", None, "server info", self._deadlines.control)
@@ -251,6 +255,34 @@ class EngineClient(WeightCalls):
             msgspec.structs.replace(r, routing=r.routing[start - first :])
             for r, start in zip(results, starts, strict=True)
         ]
+
+    async def generate_each(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+    ) -> AsyncGenerator[tuple[int, GenerateResult], None]:
+        """As `generate_batch`, and gives each result when it is there, with its index.
+
+        For an engine with `batched_streams`. Close the generator (`contextlib.aclosing`) to hang up before the end;
+        what has not finished is then aborted.
+
+        Raises: as `generate_batch`; EngineUnavailableError also for a stream that breaks off.
+        """
+        payload = batch_body(prompts, params, request_ids) | {"stream": True}
+        what, deadline = f"{len(prompts)} generations", self._deadlines.generate
+        left = set(range(len(prompts)))
+        async with aclosing(self._http.events("/generate", payload, what, deadline, every=True)) as events:
+            async for event in events:
+                body = mapping(event, self._url, "/generate")
+                index = body.get("index")
+                if not isinstance(index, int) or index not in left:
+                    raise EngineError(self._url, f"/generate answered for prompt {index!r}, expected one of {left}")
+                left.remove(index)
+                yield index, await self._result(body, len(prompts[index]), False, 0)
+        if left:
+            raise EngineUnavailableError(self._url, f"{what}: the stream ended before {len(left)} were finished")
 
     async def _result(self, answer: Any, prompt_tokens: int, routing: bool, start: int) -> GenerateResult:
         """The checked answer; its routes are decoded, beside the event loop when they are many."""

@@ -37,6 +37,8 @@ class EngineIdentity:
         incremental_streams: the events of a streamed answer carry new tokens only, not all of them so far.
         routed_experts: it was started to record the expert choices of a mixture-of-experts model.
         seeded: `sampling_seed` decides what is sampled; SGLang heeds it in its deterministic mode only.
+        batched_streams: a stream of several prompts has one event a prompt, when it has finished. SGLang's have one for
+            every token.
     """
 
     kind: EngineKind
@@ -44,6 +46,7 @@ class EngineIdentity:
     incremental_streams: bool = False
     routed_experts: bool = True
     seeded: bool = True
+    batched_streams: bool = False
 
 
 def identity_of(info: Mapping[str, Any]) -> EngineIdentity:
@@ -51,7 +54,8 @@ def identity_of(info: Mapping[str, Any]) -> EngineIdentity:
     version = info.get("version")
     named = str(version) if version is not None else None
     if info.get("engine") == "miles":
-        return EngineIdentity(kind=EngineKind.EMBEDDED, version=named)
+        batched = bool(info.get("batched_streams", False))
+        return EngineIdentity(kind=EngineKind.EMBEDDED, version=named, batched_streams=batched)
     return EngineIdentity(
         kind=EngineKind.SGLANG,
         version=named,

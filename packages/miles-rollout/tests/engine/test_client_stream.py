@@ -240,3 +240,59 @@ def test_events_are_the_same_however_they_are_cut(payloads: list[bytes], data: s
     buffer = EventBuffer()
     edges = zip([0, *cuts], [*cuts, len(raw)], strict=True)
     assert [event for a, b in edges for event in buffer.feed(raw[a:b])] == payloads
+
+
+def each(client: EngineClient, **fields: Any) -> AsyncGenerator[tuple[int, GenerateResult], None]:
+    """Two prompts in one stream."""
+    return client.generate_each([[1, 2], [3]], [PARAMS, PARAMS], request_ids=["x", "y"], **fields)
+
+
+async def test_each_result_comes_with_its_index() -> None:
+    more = asyncio.Event()
+    streamer = Streamer(FINAL | {"index": 1}, more, FINAL | {"index": 0}, b"data: [DONE]\n\n")
+    async with client_of(streamer) as client, aclosing(each(client)) as answers:
+        index, result = await anext(answers)
+        assert (index, result.output_ids.tolist()) == (1, [7, 8])
+        more.set()
+        assert [index async for index, _ in answers] == [0]
+    assert streamer.asked["stream"] is True
+    assert (streamer.asked["rid"], streamer.asked["input_ids"]) == (["x", "y"], [[1, 2], [3]])
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "reason"),
+    [
+        ([FINAL | {"index": 0}], EngineUnavailableError, "ended before 1 were finished"),
+        ([], EngineUnavailableError, "ended before 2 were finished"),
+        ([FINAL | {"index": 0}, FINAL | {"index": 0}], EngineError, "prompt 0"),
+        ([FINAL | {"index": 2}], EngineError, "prompt 2"),
+        ([FINAL], EngineError, "prompt None"),
+        ([FINAL | {"index": []}], EngineError, "prompt \\[\\]"),
+        ([PARTIAL | {"index": 0}], EngineError, "1 output ids but 0 log-probs"),
+        ([b"data: nonsense\n\n"], EngineError, "not JSON"),
+    ],
+)
+async def test_streams_of_several_that_break(parts: list[Any], kind: type[EngineError], reason: str) -> None:
+    async with client_of(Streamer(*parts)) as client:
+        with pytest.raises(kind, match=reason):
+            async for _ in each(client):
+                pass
+
+
+async def test_a_deadline_ends_a_stream_of_several() -> None:
+    streamer = Streamer(FINAL | {"index": 0}, asyncio.Event())
+    async with client_of(streamer, deadlines=Deadlines(generate=0.2)) as client:
+        with pytest.raises(DeadlineExceededError, match="2 generations"):
+            async for _ in each(client):
+                pass
+        await asyncio.wait_for(streamer.hung_up.wait(), 30)
+
+
+async def test_only_an_engine_that_says_so_streams_batches() -> None:
+    for info, able in (
+        ({"engine": "miles", "batched_streams": True}, True),
+        ({"version": "0.5.23"}, False),
+        (None, False),
+    ):
+        async with client_of(Streamer(), info) as client:
+            assert await client.streams_batches() is able

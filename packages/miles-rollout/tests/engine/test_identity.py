@@ -23,7 +23,9 @@ def sglang(version: str | None, **facts: Any) -> EngineIdentity:
 
 
 def test_the_embedded_engine_says_so() -> None:
+    assert identity_of({"engine": "miles", "batched_streams": True}).batched_streams
     identity = identity_of({"engine": "miles", "version": "0.1.0"})
+    assert not identity.batched_streams
     assert identity == EngineIdentity(kind=EngineKind.EMBEDDED, version="0.1.0")
     require_supported(URL, identity, routing=True)
 

@@ -233,6 +233,7 @@ async def test_the_binary_answer_is_a_frame_with_packed_routes(models, serve) ->
         ({"routed_experts_start_len": 1.5}, "routed_experts_start_len"),
         ({"routed_experts_format": "gzip"}, "routed_experts_format"),
         ({"routed_experts_format": "bits", "stream": True}, "routed_experts_format"),
+        ({"input_ids": [PROMPT, PROMPT], "stream": True, "routed_experts_format": "narrow"}, "return_routed_experts"),
     ],
 )
 async def test_bad_routing_fields_are_refused(models, serve, fields: dict[str, Any], field: str) -> None:

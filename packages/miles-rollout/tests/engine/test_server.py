@@ -318,6 +318,36 @@ async def test_a_streaming_client_sees_the_answer_grow_and_gets_what_others_get(
     assert all(p.output_ids.tolist() == want.output_ids[: len(p.output_ids)].tolist() for p in partial)
 
 
+async def test_a_stream_of_several_prompts_gives_each_when_it_has_finished(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    prompts, lengths = [[3, 4], [9, 9, 9], [40]], (30, 2, 9)
+    params = [SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+    want = await engine.client.generate_batch(prompts, params, request_ids=["a", "b", "c"])
+    got = [item async for item in engine.client.generate_each(prompts, params, request_ids=["a", "b", "c"])]
+    assert [index for index, _ in got] == [1, 2, 0]
+    for index, result in got:
+        assert result.output_ids.tolist() == want[index].output_ids.tolist()
+        np.testing.assert_allclose(result.logprobs, want[index].logprobs, atol=1e-5)
+        assert result.request_id == "abc"[index]
+    assert not engine.core._by_id
+
+
+async def test_an_aborted_prompt_leaves_the_rest_of_its_stream(models, serve) -> None:
+    engine = await serve(models("qwen3"))
+    limit = engine.core.scheduler.limits.context_length - len(PROMPT) - 1
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (limit, 8, limit)]
+    finished = []
+    async with aclosing(engine.client.generate_each([PROMPT] * 3, params, request_ids=["a", "b", "c"])) as answers:
+        async for index, result in answers:
+            finished.append((index, result.finish_reason))
+            if index == 1:
+                await engine.client.abort("a")
+            else:
+                break  # hang up: "c" is aborted too
+    assert finished == [(1, "length"), (0, "abort")]
+    await until(lambda: not engine.core.scheduler.running)
+
+
 async def test_hanging_up_on_a_stream_aborts_it(models, serve) -> None:
     engine = await serve(models("qwen3"))
     limit = engine.core.scheduler.limits.context_length - len(PROMPT) - 1

@@ -111,6 +111,7 @@ def build(config: EngineConfig, groups: Mapping[str, WeightGroupFactory] | None 
     loaded = load(config.model_path, config.dtype, config.device, force_native=config.force_native_cache)
     info: dict[str, Any] = {
         "engine": "miles",
+        "batched_streams": True,
         **config.model_dump(mode="json"),
         "attention": "slots" if loaded.slots else "native",
         "attention_reason": loaded.reason,

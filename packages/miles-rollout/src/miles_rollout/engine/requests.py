@@ -131,8 +131,8 @@ def parse_generate(body: Any, limits: RequestLimits, codec: TextCodec, fresh_see
     routes = _routes(body, limits, stream)
     routes_start = 0 if body.get("routed_experts_start_len") is None else body["routed_experts_start_len"]
     _require_int("routed_experts_start_len", routes_start, 0, min(map(len, prompts)))
-    if stream and batched:
-        raise InvalidFieldError("stream", True, "stream one prompt a request")
+    if stream and batched and routes:
+        raise InvalidFieldError("return_routed_experts", True, "ask for them with one prompt a stream, or no stream")
     sequences = []
     for index, (prompt, given, rid) in enumerate(zip(prompts, per_prompt, rids, strict=True)):
         where = f"[{index}]" if batched else ""
@@ -146,7 +146,7 @@ def parse_generate(body: Any, limits: RequestLimits, codec: TextCodec, fresh_see
                 tokens=tokens,
                 prompt_length=len(prompt),
                 sampling=sampling,
-                stream=stream,
+                stream=stream and not batched,
                 first_logprob=start if logprobs and 0 <= start < len(prompt) else -1,
             )
         )

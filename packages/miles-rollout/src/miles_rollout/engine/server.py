@@ -22,6 +22,8 @@ from miles_rollout.engine.weight_routes import WeightRoutes
 _MAX_BODY = 1 << 30
 _STREAM_PARTS = 64
 """A streamed answer is sent again once it has grown by this part."""
+_Event = tuple[str, int, bool]
+"""A sequence's id, how many tokens it has sampled, and whether it has finished."""
 
 
 class EngineServer:
@@ -39,20 +41,20 @@ class EngineServer:
         self.info = info
         self.core: EngineCore
         self._seeds = SeedSource(config.random_seed)
-        self._waiters: dict[str, asyncio.Queue[tuple[int, bool]]] = {}
+        self._waiters: dict[str, asyncio.Queue[_Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def deliver(self, sequences: list[Sequence]) -> None:
         """From the model thread: wake those who wait for these sequences."""
-        events = [(s.id, s.num_new, s.state is State.FINISHED) for s in sequences]
+        events: list[_Event] = [(s.id, s.num_new, s.state is State.FINISHED) for s in sequences]
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake, events)
 
-    def _wake(self, events: list[tuple[str, int, bool]]) -> None:
-        for request_id, count, done in events:
-            queue = self._waiters.get(request_id)
+    def _wake(self, events: list[_Event]) -> None:
+        for event in events:
+            queue = self._waiters.get(event[0])
             if queue is not None:
-                queue.put_nowait((count, done))
+                queue.put_nowait(event)
 
     def application(self, core: EngineCore) -> web.Application:
         """The aiohttp application."""
@@ -95,7 +97,7 @@ class EngineServer:
             raise InvalidFieldError("body", raw[:60], f"it is not JSON: {error}") from error
         call = parse_generate(body, self.core.request_limits, self.core.codec, self._seeds.next)
         if call.stream:
-            return await self._stream(request, call)
+            return await (self._stream_batch if call.batched else self._stream)(request, call)
         answers = await self._complete(call)
         if not call.routes:
             return json_response(answers if call.batched else answers[0])
@@ -114,20 +116,23 @@ class EngineServer:
         add_routes(answer, sequence, call.routes, call.routes_start, recorder.num_experts)
 
     async def _complete(self, call: GenerateCall) -> list[dict[str, Any]]:
-        for sequence in call.sequences:
-            if sequence.id in self._waiters:
-                raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
-        queues: list[asyncio.Queue[tuple[int, bool]]] = []
+        queue = self._wait_for(call.sequences)
         try:
-            for sequence in call.sequences:
-                queue = self._waiters[sequence.id] = asyncio.Queue()
-                queues.append(queue)
             await self.on_model(lambda: self.core.submit(call.sequences))
-            for queue in queues:
+            for _ in call.sequences:
                 await queue.get()
         finally:
             self._forget(call.sequences)
         return [self._answer(call, s) for s in call.sequences]
+
+    def _wait_for(self, sequences: list[Sequence]) -> asyncio.Queue[_Event]:
+        """A queue of what happens to these sequences, until `_forget`."""
+        for sequence in sequences:
+            if sequence.id in self._waiters:
+                raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        self._waiters.update((sequence.id, queue) for sequence in sequences)
+        return queue
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Stop waiting; what has not finished (the caller went away) is aborted."""
@@ -148,18 +153,15 @@ class EngineServer:
         more, so that all events together cost time linear in the answer's length.
         """
         sequence = call.sequences[0]
-        if sequence.id in self._waiters:
-            raise InvalidFieldError("rid", sequence.id, "this request is still running; choose another id")
-        queue = self._waiters[sequence.id] = asyncio.Queue()
+        queue = self._wait_for(call.sequences)
         try:
             await self.on_model(lambda: self.core.submit(call.sequences))
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
+            response = await _open_stream(request)
             done, sent = False, 0
             while not done:
-                count, done = await queue.get()
+                _, count, done = await queue.get()
                 while not queue.empty():  # a slow reader gets the newest state, not a backlog
-                    count, done = queue.get_nowait()
+                    _, count, done = queue.get_nowait()
                 if not done and count - sent < max(1, sent // _STREAM_PARTS):
                     continue
                 answer = (
@@ -172,10 +174,28 @@ class EngineServer:
                 done = answer["meta_info"]["finish_reason"] is not None
                 if done and call.routes:
                     await asyncio.to_thread(self._add_routes, call, answer, sequence)
-                await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-            return response
+                await response.write(_event(answer))
+            return await _close_stream(response)
+        finally:
+            self._forget(call.sequences)
+
+    async def _stream_batch(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
+        """Server-sent events of several prompts: one a prompt, with its `index`, when it has finished."""
+        places = {sequence.id: place for place, sequence in enumerate(call.sequences)}
+        queue = self._wait_for(call.sequences)
+        try:
+            await self.on_model(lambda: self.core.submit(call.sequences))
+            response = await _open_stream(request)
+            left = len(places)
+            while left:
+                ended = [await queue.get()]
+                while not queue.empty():
+                    ended.append(queue.get_nowait())
+                finished = [places[request_id] for request_id, _, _ in ended]
+                answers = (self._answer(call, call.sequences[place]) | {"index": place} for place in finished)
+                await response.write(b"".join(map(_event, answers)))
+                left -= len(ended)
+            return await _close_stream(response)
         finally:
             self._forget(call.sequences)
 
@@ -250,3 +270,19 @@ class EngineServer:
     async def get_weight_version(self, request: web.Request) -> web.Response:
         """The version of the weights that the next token is sampled under."""
         return json_response({"weight_version": self.core.weight_version})
+
+
+async def _open_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    return response
+
+
+def _event(answer: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(answer) + b"\n\n"
+
+
+async def _close_stream(response: web.StreamResponse) -> web.StreamResponse:
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
