@@ -14,7 +14,16 @@ import pytest
 import torch
 from loop_toy.model import build
 
-from miles_contracts import EngineError, GroupRequest, PauseMode, TensorSpec, WeightManifest, WeightUpdateError, digest
+from miles_contracts import (
+    EngineError,
+    GroupRequest,
+    MilesError,
+    PauseMode,
+    TensorSpec,
+    WeightManifest,
+    WeightUpdateError,
+    digest,
+)
 from miles_loop import trainer_link as link
 from miles_loop.hosts import LocalHost
 from miles_loop.processes import ProcessSpec
@@ -328,3 +337,17 @@ async def test_a_rank_killed_in_the_middle_of_an_update_leaves_the_old_version_e
         await group.stop(10)
         for engine in engines:
             engine.group.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "broadcast", "disk"])
+def test_where_rank_0_sends_alone_the_others_have_nothing_to_send_with(
+    model: Path, tmp_path: Path, transport: str
+) -> None:
+    start = msgspec.structs.replace(
+        start_message(model), sender=SenderSettings(transport=transport, store=str(tmp_path / "store"))
+    )
+    other = TrainerService(start, Numbered(1, 2))
+    with pytest.raises(MilesError, match="only rank 0 of a trainer group sends weights by this transport"):
+        other.answer(link.BeginExport(version=0))
+    assert not (tmp_path / "store").exists()
+    other.close()

@@ -141,8 +141,8 @@ def halves(specs: tuple[TensorSpec, ...]) -> Layout:
     return Layout(tensors=specs, ranks=tuple(ranks))
 
 
-def peer(tensors: Tensors, export: Export) -> int:
-    source = whole(manifest(tensors).tensors)
+def peer(tensors: Tensors, export: Export, *, ranks: int = 1) -> int:
+    source = whole(manifest(tensors).tensors, ranks)
     target = halves(source.tensors)
     receivers, handles = [], []
     for rank in range(2):
@@ -187,6 +187,7 @@ BOUNDS: dict[str, tuple[Callable[[Tensors, Export], int], Export, Callable[[int]
     "broadcast, made anew": (broadcast, made_anew, lambda _: 2 * BUCKET + 3 * LARGEST),
     "broadcast to SGLang": (packed_broadcast, live, lambda _: 2 * LARGEST),
     "peer": (peer, live, lambda _: 2 * BUCKET),
+    "peer, one of two ranks": (partial(peer, ranks=2), live, lambda _: 2 * BUCKET),
     "disk": (disk, live, lambda size: size + 4 * BUCKET),
 }
 

@@ -53,8 +53,8 @@ class SyncConfig(Section):
 
     transport: TransportKind = TransportKind.LOCAL
     """`local` (shared memory of one machine), `broadcast` (one group of the trainer and all engines; the one for SGLang
-    and for engines on other machines), `peer` (one-sided writes into the memory of each engine) or `disk` (changed
-    bytes through a shared folder)."""
+    and for engines on other machines), `peer` (all trainer ranks write into the memory of each engine) or `disk`
+    (changed bytes through a shared folder)."""
     host: str = "127.0.0.1"
     """broadcast: address of the trainer's machine, as the engines' machines reach it."""
     backend: BroadcastBackend = BroadcastBackend.GLOO
@@ -77,7 +77,7 @@ class SyncConfig(Section):
     against each other; `manifest` takes its word that it has loaded what was named, which saves the time of hashing.
     What embedded engines receive is verified by digest always."""
     deadline_s: Seconds = 300.0
-    """Deadline of one weight update; a late update is rolled back."""
+    """Deadline of one weight update, and of each transfer in it; a late update is rolled back."""
     canary: CanaryKind = CanaryKind.OFF
     """Probe the policy itself after an update, which is taken back when an engine answers wrongly: `agree` (finite and
     alike on all engines), `change` (and not what the engine answered before; for steps that always move weights).
