@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from miles_contracts import WeightManifest, WeightUpdateError
+from miles_contracts import TensorSpec, WeightManifest, WeightUpdateError
 from miles_loop.expected_checksums import ExpectedChecksums
-from miles_loop.senders import WeightSender
-from miles_sync.messages import GroupOffer, PeerBucket
+from miles_loop.senders import JointSender, WeightSender, make_sender
+from miles_loop.trainer_link import SenderSettings
+from miles_sync.messages import AnyBucket, GroupOffer, PeerBucket
 from miles_sync.sglang_layout import ChecksumTable, SglangForm
 from miles_sync.tensors import spec_of
 
@@ -21,6 +23,39 @@ from miles_sync.tensors import spec_of
 def manifest_of(weights: dict[str, torch.Tensor], version: int) -> WeightManifest:
     """What `weights` are, without digests."""
     return WeightManifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in weights.items()))
+
+
+class JointSenders:
+    """The senders of all ranks of a trainer group as one; each has its own thread, and all hold the same weights."""
+
+    def __init__(self, settings: SenderSettings, ranks: int) -> None:
+        self._senders = [make_sender(settings, rank, ranks) for rank in range(ranks)]
+        self._pool = ThreadPoolExecutor(ranks)
+
+    def connect(self, receivers: Sequence[str], specs: Sequence[TensorSpec], split: bool, digests: bool = True) -> None:
+        for sender in self._senders:
+            sender.connect(receivers, specs, split, digests)
+
+    def send(self, tensors: Iterable[tuple[str, Any]], manifest: WeightManifest, update_id: str) -> Iterator[AnyBucket]:
+        weights = list(tensors)
+        sending = [sender.send(iter(weights), manifest, update_id) for sender in self._senders]
+        first = self._senders[0]
+        assert isinstance(first, JointSender)
+        while (parts := list(self._pool.map(lambda one: next(one, None), sending)))[0] is not None:
+            yield first.merge([part for part in parts if part is not None])
+
+    def acknowledge(self, update_id: str, index: int) -> None:
+        for sender in self._senders:
+            sender.acknowledge(update_id, index)
+
+    def release(self, update_id: str) -> None:
+        for sender in self._senders:
+            sender.release(update_id)
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        self._pool.shutdown()
 
 
 class Trainer:

@@ -54,11 +54,13 @@ async def assert_serves(engine: EngineClient, model: Qwen3ForCausalLM, version: 
 
 
 def make_transport(kind: str, trainer: Trainer, folder: Path, model: Path) -> FleetTransport:
-    """The driver's end of `local`, `broadcast`, `peer-tcp`, `peer-shared` or `disk`."""
+    """The driver's end of a transport: peers are `peer-tcp`, `peer-shared` and, of two trainer ranks, `joint-tcp`."""
     if kind == "broadcast":
         return BroadcastTransport(trainer)
     if kind.startswith("peer-"):
         return PeerTransport(trainer, peer_group_backend(kind.removeprefix("peer-")), 60)
+    if kind == "joint-tcp":
+        return PeerTransport(trainer, peer_group_backend("tcp"), 60, senders=2)
     if kind == "disk":
         return DiskTransport(folder / "store", folder / "checkpoint", model)
     return LocalTransport()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from real_engines import assert_serves, make_model, make_transport, weights_of
-from weight_trainer import Trainer
+from weight_trainer import JointSenders, Trainer
 
 from miles_contracts import EngineError, GroupRequest, InvalidFieldError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords
@@ -23,7 +23,7 @@ from miles_loop.trainer_link import SenderSettings
 from miles_rollout.engine_client import EngineClient
 from miles_sync import FleetFencedError, update_weights
 
-TRANSPORTS = ["local", "broadcast", "peer-tcp", "peer-shared", "disk"]
+TRANSPORTS = ["local", "broadcast", "peer-tcp", "peer-shared", "joint-tcp", "disk"]
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 HANG_S = 1200.0
 """A transport that waits for a dead engine until its own timeout would exceed what a test may take."""
@@ -39,14 +39,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_trainer(kind: str, folder: Path) -> Trainer:
     transport, _, peers = kind.partition("-")
     settings = SenderSettings(
-        transport=transport,
+        transport="peer" if transport == "joint" else transport,
         bucket_bytes=4096,
         directory="/dev/shm",
         peer_backend=peers or "tcp",
         store=str(folder / "store"),
         timeout_s=HANG_S,
     )
-    return Trainer(make_sender(settings), weights_of(make_model(0)))
+    sender = JointSenders(settings, 2) if transport == "joint" else make_sender(settings)
+    return Trainer(sender, weights_of(make_model(0)))
 
 
 def engine_process(folder: Path, logs: Path, number: int) -> tuple[EngineClient, ChildProcess]:
