@@ -11,10 +11,10 @@ from pathlib import Path
 from miles_contracts import InvalidFieldError
 from miles_loop.config import EngineConfig, RunConfig
 from miles_loop.models import cached_folder, max_context
-from miles_loop.plan.shapes import find_shape
 from miles_loop.recipe import Recipe
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.imports import load_object
+from miles_sync.models import find_model
 
 DRIVER_MIB, WORKER_MIB, ENGINE_MIB, TRAINER_MIB, SGLANG_MIB, ROUTER_MIB = 50, 50, 430, 430, 2100, 60
 """What a process takes with the smallest model, measured: memory that it shares with no other process."""
@@ -63,7 +63,7 @@ def model_size(folder: Path, context: int | None = None) -> ModelSize | None:
     if not parameters:
         return None
     try:
-        cached: int | None = find_shape(str(folder)).cache_elements
+        cached: int | None = find_model(str(folder)).shape().cache_elements
     except InvalidFieldError:
         cached = None
     return ModelSize(parameters=parameters, itemsize=size / parameters, cached=cached, context=context)

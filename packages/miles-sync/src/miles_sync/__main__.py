@@ -6,8 +6,23 @@ import argparse
 import sys
 
 from miles_contracts import InvalidFieldError
-from miles_sync.models import ARCHITECTURES
+from miles_sync.models import find_model, known_models
 from miles_sync.planner import PUBLISHED, Links, Parallel, report
+
+
+def _layouts(model: str, options: argparse.Namespace) -> tuple[Parallel, Parallel, int]:
+    """Trainer, engine and number of engines: as asked for, else those that a time was published for.
+
+    Raises:
+        InvalidFieldError: neither, or nonsense.
+    """
+    known = PUBLISHED.get(model)
+    for option in ("trainer", "engine", "engines"):
+        if known is None and getattr(options, option) is None:
+            raise InvalidFieldError(option, None, f"no time is published for {model}: give --{option}")
+    trainer = Parallel.parse(options.trainer) if options.trainer is not None or known is None else known.trainer
+    engine = Parallel.parse(options.engine) if options.engine is not None or known is None else known.engine
+    return trainer, engine, options.engines if options.engines is not None or known is None else known.engines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,8 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m miles_sync")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="what an update of a large model costs on paper")
-    plan.add_argument("model", choices=[*ARCHITECTURES, "all"])
-    plan.add_argument("--trainer", help="like tp8,pp8,ep32,replicas4 (default: the published layout)")
+    plan.add_argument(
+        "model",
+        help=f"{', '.join(known_models())}, a folder with a config.json, or 'all' with a published time",
+    )
+    plan.add_argument("--trainer", help="like tp8,pp8,ep32,replicas4 (default: that of the published time)")
     plan.add_argument("--engine", help="like tp32,ep32")
     plan.add_argument("--engines", type=int, help="how many engines of that layout")
     links = Links()
@@ -34,11 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
             local_disk=options.local_disk,
             changed=options.changed,
         )
-        for model in ARCHITECTURES if options.model == "all" else [options.model]:
-            known = PUBLISHED[model]
-            trainer = Parallel.parse(options.trainer) if options.trainer else known.trainer
-            engine = Parallel.parse(options.engine) if options.engine else known.engine
-            engines = options.engines if options.engines is not None else known.engines
+        for name in PUBLISHED if options.model == "all" else [options.model]:
+            model = find_model(name)
+            trainer, engine, engines = _layouts(model.name, options)
             sys.stdout.write(report(model, trainer, engine, engines, speeds) + "\n\n")
     except InvalidFieldError as error:
         sys.stderr.write(f"{error}\n")

@@ -13,7 +13,7 @@ import msgspec
 
 from miles_contracts import InvalidFieldError
 from miles_sync.layout import Layout, RankBuilder, RankLayout, Slice
-from miles_sync.models import ARCHITECTURES, Cut, PlannedTensor
+from miles_sync.models import Architecture, Cut, PlannedTensor
 from miles_sync.transfer import minimum_bytes, plan_transfers
 
 GB = 1e9
@@ -216,35 +216,39 @@ PUBLISHED = {
 """Context-parallel ranks hold the same weights and count as replicas."""
 
 
-def report(model: str, trainer: Parallel, engine: Parallel, engines: int, links: Links) -> str:
-    """The prediction for a known model as text, with the published times when they are of these layouts.
-
-    Raises:
-        InvalidFieldError: an unknown model.
-    """
-    if model not in ARCHITECTURES:
-        raise InvalidFieldError("model", model, f"use one of {', '.join(ARCHITECTURES)}")
-    p = predict(ARCHITECTURES[model].tensors(), trainer, engine, engines, links)
-    known = PUBLISHED.get(model)
-    same = known is not None and (known.trainer, known.engine, known.engines) == (trainer, engine, engines)
+def report(model: Architecture, trainer: Parallel, engine: Parallel, engines: int, links: Links) -> str:
+    """The prediction for a model as text, with the published times when they are of these layouts."""
+    p = predict(model.tensors(), trainer, engine, engines, links)
+    found = PUBLISHED.get(model.name)
+    layouts = (trainer, engine, engines)
+    known = found if found is not None and (found.trainer, found.engine, found.engines) == layouts else None
+    delta_bytes = links.changed * p.model_bytes
+    shard, whole, delta = (f"{size / GB:.2f} GB" for size in (p.target_bytes, p.model_bytes, delta_bytes))
     lines = [
-        f"{model}: {p.model_bytes / GB:.0f} GB as it travels",
+        f"{model.name}: {model.shape().total / 1e9:.4g} B parameters, {p.model_bytes / GB:.0f} GB as it travels",
         f"  trainer  {trainer.world} ranks (tp {trainer.tp}, pp {trainer.pp}, ep {trainer.ep}, replicas "
         f"{trainer.replicas}), peer to peer each sends {p.sent_min / GB:.2f} to {p.sent_max / GB:.2f} GB",
-        f"  engines  {engines} x {engine.world} ranks (tp {engine.tp}, ep {engine.ep}), the largest shard is "
-        f"{p.target_bytes / GB:.2f} GB",
+        f"  engines  {engines} x {engine.world} ranks (tp {engine.tp}, ep {engine.ep}), the largest shard is {shard}",
         f"  peer-to-peer volume {p.peer_bytes / GB:.1f} GB, minimum {p.minimum_bytes / GB:.1f} GB",
+        f"  links    network {links.network:g} GB/s a rank, copies {links.copy:g} GB/s, shared disk "
+        f"{links.shared_disk:g} GB/s and local disk {links.local_disk:g} GB/s a host; a delta is "
+        f"{100 * links.changed:g} % of the model",
         "",
-        "  transport      predicted wire time                                   published, whole update",
-        _row("broadcast", f"{p.broadcast_s:.2f} s", known.broadcast_s if known and same else None),
-        _row("peer-to-peer", f"{p.peer_s:.2f} s", known.peer_s if known and same else None),
-        _row("disk-delta", f"{p.disk_pause_s:.2f} s pause after {p.disk_prepare_s:.1f} s beside generation", None),
-        _row("colocated", f"{p.colocated_s:.2f} s", None),
+        f"  {'transport':14} {'bytes':32} {'predicted, links alone':41} published, all of it",
+        _row("broadcast", f"{whole} to each rank", f"{p.broadcast_s:.2f} s", known.broadcast_s if known else None),
+        _row("peer-to-peer", f"{shard} to a rank", f"{p.peer_s:.2f} s", known.peer_s if known else None),
+        _row(
+            "disk-delta",
+            f"{delta} to each host",
+            f"{p.disk_pause_s:.2f} s pause, {p.disk_prepare_s:.1f} s before it",
+            None,
+        ),
+        _row("colocated", f"{shard} copied by a rank", f"{p.colocated_s:.2f} s", None),
     ]
-    if known is not None and same and known.assumed:
+    if known is not None and known.assumed:
         lines.append("  (the published measurement states its nodes but not these layouts: they are assumed)")
     return "\n".join(lines)
 
 
-def _row(name: str, predicted: str, published: float | None) -> str:
-    return f"  {name:14} {predicted:53} {f'{published:.2f} s' if published is not None else '-'}"
+def _row(name: str, volume: str, predicted: str, published: float | None) -> str:
+    return f"  {name:14} {volume:32} {predicted:41} {f'{published:.2f} s' if published is not None else '-'}"

@@ -62,9 +62,7 @@ EXAMPLES = (
 def presets() -> list[str]:
     """Names of the published runs that come with the planner."""
     folder = files("miles_loop.plan") / "presets"
-    return sorted(
-        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name not in ("models.toml", "__init__.py")
-    )
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name != "__init__.py")
 
 
 def _preset(name: str) -> Layer:

@@ -13,11 +13,11 @@ from miles_loop.config.section import NonNegative, Positive
 from miles_loop.plan.engine import EngineRates
 from miles_loop.plan.hardware import Format, Placement, find_gpu
 from miles_loop.plan.settings import Pipeline, TrainerRates
-from miles_loop.plan.shapes import find_shape
 from miles_loop.plan.workload import Lengths, Pareto, RandomWorkload
 from miles_rollout.ledger import UnusedPolicy
 from miles_rollout.order import TrainingOrder
 from miles_rollout.scheduler import Granularity
+from miles_sync.models import ModelShape, find_model
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -39,6 +39,16 @@ def wrong_depth(values: Iterable[object]) -> object | None:
         if value != ASYNC and not (number.isascii() and number.isdecimal()):
             return value
     return None
+
+
+def _find_shape(model: str) -> ModelShape:
+    try:
+        return find_model(model).shape()
+    except InvalidFieldError as error:
+        if error.field != "model":
+            raise
+        remedy = f"{error.remedy}; or give engine.* and trainer.* instead"
+        raise InvalidFieldError("hardware.model", error.value, remedy) from error
 
 
 class PipelineSection(Section):
@@ -305,7 +315,7 @@ class PlanConfig(Section):
         assert h.gpu is not None
         assert h.train_gpus is not None
         assert h.rollout_gpus is not None
-        shape, gpu = find_shape(h.model), find_gpu(h.gpu)
+        shape, gpu = _find_shape(h.model), find_gpu(h.gpu)
 
         def of(engine_gpus: int, engines: int) -> Placement:
             assert h.train_gpus is not None

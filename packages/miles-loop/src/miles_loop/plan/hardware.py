@@ -14,7 +14,7 @@ from miles_contracts import InvalidFieldError
 from miles_loop.names import nearest
 from miles_loop.plan.engine import EngineRates
 from miles_loop.plan.settings import TrainerRates
-from miles_loop.plan.shapes import ModelShape
+from miles_sync.models import ModelShape
 
 
 class Format(StrEnum):
