@@ -133,15 +133,18 @@ class Pieces:
         self.data: Bytes = np.empty(spec.num_bytes, dtype=np.uint8) if memory is None else memory
         self._spans: dict[int, int] = {}
 
-    def put(self, start: int, piece: Bytes) -> bool:
-        """Store a piece; whether the tensor is complete. A piece may come twice, but never overlap another."""
-        end = start + len(piece)
+    def room(self, start: int, length: int) -> Bytes:
+        """Where the piece that begins at byte `start` goes. A piece may come twice, but never overlap another."""
+        end = start + length
         if not 0 <= start < end <= len(self.data):
             raise WeightUpdateError(f"piece [{start}, {end}) of {len(self.data)} bytes", tensor=self.spec.name)
         for other, other_end in self._spans.items():
             if start < other_end and other < end and (start, end) != (other, other_end):
                 reason = f"piece [{start}, {end}) overlaps piece [{other}, {other_end})"
                 raise WeightUpdateError(reason, tensor=self.spec.name)
-        self.data[start:end] = piece
-        self._spans[start] = end
-        return sum(e - s for s, e in self._spans.items()) == len(self.data)
+        return self.data[start:end]
+
+    def filled(self, start: int, length: int) -> bool:
+        """This piece is in its room; whether the tensor is complete."""
+        self._spans[start] = start + length
+        return sum(end - begin for begin, end in self._spans.items()) == len(self.data)

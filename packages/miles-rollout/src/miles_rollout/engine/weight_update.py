@@ -185,38 +185,50 @@ class WeightUpdates:
             for tensor in bucket.tensors:
                 spec = tensor.spec
                 _require_expected(staged, whole or spec)
-                place = staged.memory(spec) if whole is None else None
+                if whole is not None:
+                    room = self._pieces_of(staged, whole).room(start, spec.num_bytes)
+                    _read(file, bucket, tensor, room)
+                    _verify(room, spec)
+                    self._piece_is_here(staged, whole, start, spec.num_bytes)
+                    continue
+                place = staged.memory(spec)
                 data = np.empty(spec.num_bytes, np.uint8) if place is None else place
                 _read(file, bucket, tensor, data)
+                _verify(data, spec)
                 if place is None:
-                    self._take(staged, Arrival(spec=spec, data=data, part_of=whole, part_start=start), adopt=False)
+                    _put(staged, spec, data)
                 else:
-                    _verify(data, spec)
                     staged.filled(spec.name)
 
     def _take(self, staged: StagedWeights, arrival: Arrival, adopt: bool) -> None:
         """Verify and stage a tensor or a piece of one. Its data is ours: nobody writes it meanwhile."""
-        spec = arrival.spec
+        spec, whole, start = arrival.spec, arrival.part_of, arrival.part_start
         _verify(arrival.data, spec)
-        if arrival.part_of is not None:
-            self._put_piece(staged, arrival.part_of, arrival.part_start, arrival.data)
+        if whole is not None:
+            room = self._pieces_of(staged, whole).room(start, spec.num_bytes)
+            room[:] = arrival.data
+            self._piece_is_here(staged, whole, start, spec.num_bytes)
         elif adopt:
             staged.adopt(spec, arrival.data)
         else:
             _put(staged, spec, arrival.data)
 
-    def _put_piece(self, staged: StagedWeights, whole: TensorSpec, start: int, piece: Bytes) -> None:
+    def _pieces_of(self, staged: StagedWeights, whole: TensorSpec) -> Pieces:
         if whole.name not in self._pieces:
             self._pieces[whole.name] = Pieces(whole, staged.memory(whole))
+        return self._pieces[whole.name]
+
+    def _piece_is_here(self, staged: StagedWeights, whole: TensorSpec, start: int, length: int) -> None:
         pieces = self._pieces[whole.name]
-        if pieces.put(start, piece):
-            del self._pieces[whole.name]
-            if whole.digest is not None:
-                _verify(pieces.data, whole)
-            if pieces.in_place:
-                staged.filled(whole.name)
-            else:
-                _put(staged, whole, pieces.data)
+        if not pieces.filled(start, length):
+            return
+        del self._pieces[whole.name]
+        if whole.digest is not None:
+            _verify(pieces.data, whole)
+        if pieces.in_place:
+            staged.filled(whole.name)
+        else:
+            _put(staged, whole, pieces.data)
 
     # -- from disk ----------------------------------------------------------------------------------------------
 
