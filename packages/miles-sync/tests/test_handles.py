@@ -20,12 +20,12 @@ from sync_fleet import manifest_of, random_weights, same_bits
 from torch.multiprocessing import get_sharing_strategy, reductions
 
 from miles_contracts import DTYPE_BYTES, InvalidFieldError, ShmTensor, TensorSpec, WeightManifest, WeightUpdateError
-from miles_sync import LocalReceiver, handles
+from miles_sync import LocalReceiver
 from miles_sync.buckets import plan_buckets
 from miles_sync.handing import DeviceBuckets, HandingSender, Room
-from miles_sync.handles import HEADER_BYTES, by_device_uuid, open_by_name, pack, require_named_memory
+from miles_sync.handles import by_device_uuid, pack
 from miles_sync.messages import HandleBucket, handle_device, handle_name
-from miles_sync.segments import SegmentPool
+from miles_sync.named_memory import require_named_memory
 from miles_sync.tensors import flat_bytes, torch_dtype
 
 SHM = Path("/dev/shm")
@@ -162,6 +162,14 @@ def test_a_reader_that_dies_with_a_bucket_open_takes_it_from_nobody(sender: Hand
     assert found == expected(weights)
 
 
+def test_digests_are_made_only_for_those_who_compare_them(sender: HandingSender) -> None:
+    for wanted in (True, False):
+        sender.set_receivers(RANKS, digests=wanted)
+        (bucket, *_) = sent(sender, random_weights(12), f"u{wanted}")
+        assert bucket.file is not None
+        assert (bucket.file.tensors[0].spec.digest is not None) == wanted
+
+
 def test_nobody_has_handles_made_for_him_who_does_not_take_them(tmp_path: Path) -> None:
     weights, sender = random_weights(7), HandingSender(tmp_path, BUCKET)
     sender.set_receivers(["http://embedded:1", "http://embedded:2"])
@@ -190,23 +198,6 @@ def test_torch_shares_with_others_as_it_did_before(sender: HandingSender) -> Non
     before = get_sharing_strategy()
     list(sent(sender, random_weights(8), "u"))
     assert get_sharing_strategy() == before
-
-
-def test_a_torch_that_lays_shared_memory_out_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SegmentPool(SHM)
-    segment = pool.take(4096)
-    monkeypatch.setattr(handles, "HEADER_BYTES", 2 * HEADER_BYTES)
-    with pytest.raises(WeightUpdateError, match="has no header of 128 bytes"):
-        open_by_name(segment)
-    monkeypatch.undo()
-    segment.array[:] = 7
-    memory = open_by_name(segment)
-    assert bool((memory == 7).all())  # opening it is no writing
-    assert len(memory) == segment.capacity - HEADER_BYTES
-    segment.path.unlink()
-    with pytest.raises(WeightUpdateError, match="cannot open shared memory by name: .*No such file"):
-        open_by_name(segment)
-    pool.close()
 
 
 def test_nothing_is_left_in_shared_memory() -> None:

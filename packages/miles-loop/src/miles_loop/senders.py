@@ -100,7 +100,7 @@ class _Local(HandingSender):
             InvalidFieldError: the shared-memory mount has no handles.
         """
         with _as_the_user_knows_it():
-            self.set_receivers(receivers)
+            self.set_receivers(receivers, digests=digests)
 
 
 class _Broadcast(BroadcastSender):

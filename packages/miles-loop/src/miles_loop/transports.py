@@ -90,7 +90,8 @@ class LocalTransport:
         if members != self._members:
             self._members = None
             if self._sender is not None:
-                await self._sender.connect(members, split=not sglang)
+                digests = len(sglang) < len(clients)  # SGLang compares none
+                await self._sender.connect(members, split=not sglang, digests=digests)
             self._members = members
         return [self._sglang.engine(c) if c in sglang else FileEngine(c) for c in clients]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -23,10 +22,10 @@ from miles_contracts import DTYPE_BYTES, ShmBucket, WeightManifest
 from miles_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, Piece, plan_buckets
 from miles_sync.export import CheckedExport
 from miles_sync.filling import fill_bucket
-from miles_sync.handles import HEADER_BYTES, alias, open_by_name, pack, renew, require_named_memory
+from miles_sync.handles import alias, pack
 from miles_sync.local import SHARED_MEMORY, LocalSender
 from miles_sync.messages import HandleBucket, handle_device
-from miles_sync.segments import Segment
+from miles_sync.named_memory import HEADER_BYTES, NamedMemory, require_named_memory
 
 
 class HandingSender:
@@ -43,10 +42,14 @@ class HandingSender:
         self._directory, self._bucket_bytes = directory, bucket_bytes
         self._receivers: tuple[str, ...] = ()
         self._devices: set[str | None] = set()
-        self._opened: WeakKeyDictionary[Segment, torch.Tensor] = WeakKeyDictionary()
+        self._named = NamedMemory()
 
-    def set_receivers(self, receivers: Sequence[str]) -> None:
+    def set_receivers(self, receivers: Sequence[str], *, digests: bool = True) -> None:
         """From now on these receive: names of `handle_name`, and of any other form for engines that open files.
+
+        Args:
+            receivers: their names; none, where all open files.
+            digests: whether any of them compares digests.
 
         Raises:
             InvalidFieldError: handles were asked for, and the shared-memory mount has none.
@@ -55,6 +58,7 @@ class HandingSender:
         self._receivers = tuple(name for name in receivers if handle_device(name) is not None)
         if self._receivers:
             require_named_memory(self._directory)
+        self._files.digests = digests
 
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
@@ -78,10 +82,7 @@ class HandingSender:
     ) -> Iterator[HandleBucket]:
         plan = [_behind_header(b) for b in plan_buckets(manifest.tensors, self._bucket_bytes, split=False)]
         for bucket, segment in self._files.fill(CheckedExport(tensors, manifest), plan, update_id):
-            if segment not in self._opened:
-                self._opened[segment] = open_by_name(segment)
-            renew(segment)
-            memory = self._opened[segment][: bucket.num_bytes - HEADER_BYTES]
+            memory = self._named.over(segment)[: bucket.num_bytes - HEADER_BYTES]
             yield HandleBucket(
                 update_id=update_id,
                 index=bucket.index,
@@ -103,7 +104,7 @@ class HandingSender:
 
     def close(self) -> None:
         """Free everything."""
-        self._opened.clear()
+        self._named.close()
         self._device.close()
         self._files.close()
 

@@ -10,76 +10,23 @@ A handle is a pickle that the sender makes of its own tensors. Nothing in Miles 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 from torch.utils.dlpack import from_dlpack
 
-from miles_contracts import InvalidFieldError, ShmTensor, WeightUpdateError
-from miles_sync.segments import Segment
+from miles_contracts import ShmTensor, WeightUpdateError
+from miles_sync.named_memory import first_line
 from miles_sync.tensors import torch_dtype
-
-HEADER_BYTES = 64
-"""What torch keeps in front of shared memory: a count of those who have it open, and nothing else."""
-
-NAMED_MEMORY = Path("/dev/shm")
-"""Where names of shared memory are looked up; no other mount will do."""
-
-_HOLDERS = 1 << 24
-"""Torch removes the file when its count comes to zero. The file is ours to remove, so it never does: every reader
-counts itself in and out, and is counted out once more for the reference that it was sent."""
 
 _DEVICE = 6
 """Position of the device among what `rebuild_cuda_tensor` takes."""
-
-
-def require_named_memory(directory: Path) -> None:
-    """Refuse a folder whose files cannot be opened as shared memory by name.
-
-    Raises:
-        InvalidFieldError: naming `directory`.
-    """
-    if not os.path.samefile(directory, NAMED_MEMORY):
-        raise InvalidFieldError("directory", str(directory), f"handles of host memory need {NAMED_MEMORY}")
-
-
-def open_by_name(segment: Segment) -> torch.Tensor:
-    """uint8 [capacity - HEADER_BYTES]: the segment behind its header, as memory that torch passes on by name.
-
-    Torch starts a small process for it, `torch_shm_manager`, which ends with the last that has had such memory open.
-
-    Raises:
-        WeightUpdateError: torch cannot open it, or this torch lays shared memory out in another way.
-    """
-    renew(segment)
-    size = segment.capacity - HEADER_BYTES
-    name = f"/{segment.path.name}".encode()
-    try:
-        storage = torch.UntypedStorage._new_shared_filename_cpu(b"", name, size)
-    except RuntimeError as error:
-        raise WeightUpdateError(f"torch cannot open shared memory by name: {_first_line(error)}") from error
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-    held = int(segment.array[HEADER_BYTES])
-    segment.array[HEADER_BYTES] = held ^ 0xFF
-    changed = int(memory[0])
-    segment.array[HEADER_BYTES] = held
-    if (changed, int(memory[0])) != (held ^ 0xFF, held):
-        raise WeightUpdateError(f"torch {torch.__version__} has no header of {HEADER_BYTES} bytes before shared memory")
-    return memory
-
-
-def renew(segment: Segment) -> None:
-    """Before a segment is passed on once more: forget who did not count himself out."""
-    segment.array[:4].view(np.int32)[0] = _HOLDERS
 
 
 def alias(storage: torch.UntypedStorage, start: int, end: int) -> torch.Tensor:
@@ -123,7 +70,7 @@ def pack(memory: torch.Tensor, tensors: Sequence[ShmTensor], origin: int = 0) ->
         with _by_name():
             _Pickler(packed).dump({"flattened_tensor": memory, "metadata": metadata})
     except RuntimeError as error:
-        raise WeightUpdateError(f"torch gives no handle of memory on {memory.device}: {_first_line(error)}") from error
+        raise WeightUpdateError(f"torch gives no handle of memory on {memory.device}: {first_line(error)}") from error
     return packed.getvalue()
 
 
@@ -146,11 +93,6 @@ class _Pickler(ForkingPickler):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return by_device_uuid(reductions.reduce_tensor(obj), _uuid)  # type: ignore[no-untyped-call]
         return NotImplemented
-
-
-def _first_line(error: RuntimeError) -> str:
-    """Without the frames of C++ that torch adds."""
-    return str(error).partition("\n")[0]
 
 
 def _uuid(device: int) -> str:

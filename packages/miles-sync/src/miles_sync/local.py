@@ -35,7 +35,8 @@ class LocalSender:
     Args:
         directory: the shared-memory mount.
         bucket_bytes: capacity of a bucket.
-        digests: whether specs carry digests; without them receivers can verify the manifest only.
+        digests: whether specs carry digests; without them receivers can verify the manifest only. May be changed
+            between updates.
         receivers_copy: True when every receiver copies a bucket before it is acknowledged, so that an acknowledged
             segment is written again at once. Otherwise it is unlinked, which a receiver that still maps it survives,
             and segments are used again only after `release`.
@@ -51,7 +52,7 @@ class LocalSender:
     ) -> None:
         plan_buckets((), bucket_bytes)
         self.bucket_bytes = bucket_bytes
-        self._digests = digests
+        self.digests = digests
         self._receivers_copy = receivers_copy
         self._pool = SegmentPool(directory)
         self._live: dict[str, dict[int, Segment]] = {}
@@ -86,7 +87,7 @@ class LocalSender:
             self._make_room(update_id)
             segment = self._pool.take(bucket.num_bytes)
             live[bucket.index] = segment
-            placed, part_of, part_start = fill_bucket(bucket, export, self._writer(segment), digests=self._digests)
+            placed, part_of, part_start = fill_bucket(bucket, export, self._writer(segment), digests=self.digests)
             yield (
                 ShmBucket(
                     path=str(segment.path),
@@ -104,7 +105,7 @@ class LocalSender:
     def _writer(self, segment: Segment) -> Deliver:
         def write(piece: Piece, data: torch.Tensor) -> str | None:
             target = segment.array[piece.offset : piece.offset + piece.num_bytes]
-            return fetch_with_digest(data, target, digests=self._digests)
+            return fetch_with_digest(data, target, digests=self.digests)
 
         return write
 
