@@ -230,3 +230,22 @@ def test_seeds_depend_on_everything(a, b) -> None:
 def test_seeds_never_change() -> None:
     # Golden: blake2b of the five little-endian numbers; a change would make resumed runs sample differently.
     assert [derive_seed(0, 0, 0, 0), derive_seed(1, 2, 3, 4, 5)] == [1795677458, 180694457]
+
+
+async def test_the_members_of_a_group_share_one_rendering() -> None:
+    rendered: list[str] = []
+
+    class Counting(BytesRenderer):
+        def render(self, messages, *args, **kwargs) -> list[int]:
+            rendered.append(messages[0].content)
+            return super().render(messages, *args, **kwargs)
+
+    engine = MemoryEngine("http://e")
+    generate = single_turn(
+        renderer=Counting(), router=Router([engine]), reward=None, sampling=SamplingParams(), run_seed=1
+    )
+    other = CountingTasks().at(8)
+    made = [await generate(task, member, 0) for task in (TASK, other, TASK) for member in range(3)]
+    assert rendered == ["prompt 7", "prompt 8", "prompt 7"]
+    prompts = [bytes(i - 1 for i in t.token_ids[: len(PROMPT)].tolist()).decode() for (t,) in made]
+    assert prompts == ["prompt 7"] * 3 + ["prompt 8"] * 3 + ["prompt 7"] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -67,9 +68,13 @@ def single_turn(
     if siblings < 1:
         raise InvalidFieldError("siblings", siblings, "use a value >= 1")
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
+    last: tuple[Task | None, Sequence[int]] = (None, ())
 
     async def generate(task: Task, member: int, attempt: int) -> Sequence[Trajectory]:
-        prompt_ids = renderer.render(task.messages, add_generation_prompt=True)
+        nonlocal last
+        if last[0] is not task:  # the members of a group begin one after the other
+            last = (task, renderer.render(task.messages, add_generation_prompt=True))
+        prompt_ids = last[1]
         params = msgspec.structs.replace(
             sampling,
             max_new_tokens=answer_room(task, len(prompt_ids), sampling.max_new_tokens, max_tokens),
@@ -87,14 +92,12 @@ def single_turn(
             num_experts=num_experts if routing else None,
         )
         text = renderer.decode([int(i) for i in result.output_ids])
-        if keep_text:
-            trajectory = trajectory.replace(metadata={"response": text})
-        if reward is None or trajectory.status is Status.ABORTED:
-            return [trajectory]
-        outcome = await score(reward, task, text, timeout_s=reward_timeout_s)
-        if outcome.error is not None:
-            return [trajectory.replace(status=Status.FAILED, error=outcome.error)]
-        return [trajectory.replace(reward=outcome.value)]
+        known: dict[str, Any] = {"metadata": {"response": text}} if keep_text else {}
+        if reward is not None and trajectory.status is not Status.ABORTED:
+            outcome = await score(reward, task, text, timeout_s=reward_timeout_s)
+            failed = {"status": Status.FAILED, "error": outcome.error}
+            known |= {"reward": outcome.value} if outcome.error is None else failed
+        return [trajectory.replace(**known)]
 
     return generate
 
