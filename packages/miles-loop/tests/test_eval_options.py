@@ -145,5 +145,5 @@ def test_every_option_that_a_measurement_reads_is_offered(tmp_path: Path) -> Non
     # Told to the parts that training shares with it, and of no influence without a trainer.
     assert {path for path in read if not uses(path)} <= {
         *("pipeline_depth", "runtime.trainer_ranks", "runtime.trainer_threads", "runtime.step_timeout_s"),
-        *("sync.deadline_s", "sync.mode", "sync.transport", "sync.canary", "trainer.replay.enabled"),
+        *("sync.deadline_s", "sync.mode", "sync.transport", "sync.canary", "sync.verify", "trainer.replay.enabled"),
     }

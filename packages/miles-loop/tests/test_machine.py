@@ -7,13 +7,15 @@ import pytest
 
 from miles_contracts import InvalidFieldError
 from miles_loop.config import RunConfig
-from miles_loop.machine import FORKED_MIB, TORCH_MIB, WORKER_MIB, available_mib, check_room
+from miles_loop.machine import FORKED_MIB, TORCH_MIB, WORKER_MIB, available_mib, check_room, check_threads
 from miles_loop.zygote import can_fork
 
 
 def config(**sections: Any) -> RunConfig:
     runtime = {"share_imports": False, **sections.pop("runtime", {})}
-    task = {"source": "jsonl", "path": "p.jsonl"}
+    # So few answers that they count for nothing, unless a test wants more.
+    sections["rollout"] = {"groups_per_step": 2, "group_size": 4} | sections.pop("rollout", {})
+    task = {"source": "jsonl", "path": "p.jsonl", "eval_size": 16}
     return RunConfig.model_validate({"model": "m", "task": task, "runtime": runtime, **sections})
 
 
@@ -33,6 +35,40 @@ def test_what_asks_for_most_is_named(
     with pytest.raises(InvalidFieldError, match="use fewer") as refusal:
         check_room(config(**sections), 8192)
     assert (refusal.value.field, refusal.value.value) == (field, value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "value"),
+    [
+        ({"rollout": {"groups_per_step": 10**6}}, "rollout.groups_per_step", 10**6),
+        ({"rollout": {"group_size": 10**6}}, "rollout.group_size", 10**6),
+        ({"pipeline_depth": 10**6}, "pipeline_depth", 10**6),
+        ({"evaluation": {"samples": 10**6}}, "evaluation.samples", 10**6),
+        ({"runtime": {"kind": "ray", "ray": {"address": "a:1"}}, "pipeline_depth": 10**6}, "pipeline_depth", 10**6),
+    ],
+)
+def test_more_answers_than_the_driver_can_hold(sections: dict[str, Any], field: str, value: int) -> None:
+    with pytest.raises(InvalidFieldError, match="answers under way take 9 KiB each") as refusal:
+        check_room(config(**sections), 24_000)
+    assert (refusal.value.field, refusal.value.value) == (field, value)
+    if field != "evaluation.samples":
+        check_room(config(**sections), 24_000, training=False)
+
+
+def test_a_bound_in_flight_bounds_what_is_needed() -> None:
+    check_room(config(pipeline_depth=10**6, rollout={"max_in_flight": 1000}), 24_000)
+
+
+def test_threads_by_the_thousand() -> None:
+    check_threads(config(engine={"threads": 64}), 2)
+    check_threads(config(engine={"threads": 100}), 128)
+    check_threads(config(runtime={"kind": "ray"}, engine={"threads": 1000}), 2)
+    with pytest.raises(InvalidFieldError, match="engine.threads: got 65; this machine has 2 CPUs"):
+        check_threads(config(engine={"threads": 65}), 2)
+    trainer = config(runtime={"trainer_threads": 1000})
+    with pytest.raises(InvalidFieldError, match="runtime.trainer_threads: got 1000"):
+        check_threads(trainer, 2)
+    check_threads(trainer, 2, training=False)
 
 
 def test_what_fits_exactly_is_let_through() -> None:

@@ -143,7 +143,7 @@ def split_words(
             raise InvalidFieldError(f"--{name}", text or _next_value(rest), f"{slip}{remedy}")
         option = _find(known, name, path, [*own, *short])
         if path in seen:
-            raise InvalidFieldError(f"--{name}", text or word, "given twice; keep one")
+            raise InvalidFieldError(f"--{name}", text or _next_value(rest), "given twice; keep one")
         seen.add(path)
         if option.annotation is bool and not equals and (not rest or rest[0].startswith("--")):
             value: Any = True

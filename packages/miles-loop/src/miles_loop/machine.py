@@ -17,12 +17,15 @@ from miles_loop.preflight import starts_dedicated
 from miles_loop.runtime import require_runtime, worth_a_zygote
 from miles_loop.scoring import names_function
 from miles_loop.sglang_engine import require_sglang
+from miles_loop.sizes import ANSWER_KIB, answers_under_way
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.imports import load_object
 
 TORCH_MIB, FORKED_MIB, WORKER_MIB = 256, 40, 48
 """Memory that a process with torch (a trainer rank, an engine), one that shares its imports with others, and a rollout
 worker take before any model is loaded. A little less than what was measured: nothing that could run is refused."""
+_MANY_THREADS = 64
+"""CPU threads of one process that are taken for a mistake, unless the machine has as many CPUs."""
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -37,6 +40,7 @@ def check_machine(config: RunConfig, *, training: bool = True) -> None:
         InvalidFieldError: with what to install or to set.
     """
     require_runtime(config)
+    check_threads(config, os.cpu_count() or 1, training=training)
     check_room(config, available_mib(), training=training)
     if training and starts_dedicated(config) and config.engine.kind is EngineKind.SGLANG:
         require_sglang(config.engine)
@@ -72,25 +76,68 @@ def check_room(config: RunConfig, available: int | None, *, training: bool = Tru
     Raises:
         InvalidFieldError: naming the setting that asks for most.
     """
-    ray = config.runtime.kind is RuntimeKind.RAY
-    if available is None or (ray and (config.runtime.ray.address or os.environ.get("RAY_ADDRESS"))):
+    if available is None:
         return
-    each = FORKED_MIB if training and worth_a_zygote(config) else TORCH_MIB
-    asked = {
-        "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, each),
-        "engine.replicas": (0 if config.engine.urls else config.engine.replicas, each),
+    driver = _answers(config, training=training)
+    ray = config.runtime.kind is RuntimeKind.RAY
+    elsewhere = ray and bool(config.runtime.ray.address or os.environ.get("RAY_ADDRESS"))
+    asked = driver if elsewhere else _processes(config, training=training) | driver
+    needed = sum(mib for _, mib, _ in asked.values())
+    if needed > available:
+        field, (value, _, each) = max(asked.items(), key=lambda item: item[1][1])
+        raise InvalidFieldError(
+            field,
+            value,
+            f"{each}, all that the run starts together {needed:,} MiB, and this machine has {available:,} MiB left; "
+            "use fewer, or more machines (--runtime ray --address)",
+        )
+
+
+_Asked = dict[str, tuple[int, int, str]]
+"""By setting: its value, the least memory in MiB that it costs, and that in words."""
+
+
+def _processes(config: RunConfig, *, training: bool) -> _Asked:
+    torch = FORKED_MIB if training and worth_a_zygote(config) else TORCH_MIB
+    counts = {
+        "runtime.trainer_ranks": (config.runtime.trainer_ranks if training else 0, torch),
+        "engine.replicas": (0 if config.engine.urls else config.engine.replicas, torch),
         "runtime.rollout_workers": (config.rollout_workers, WORKER_MIB),
         "evaluation.engines": (config.evaluation.engines if training and starts_dedicated(config) else 0, TORCH_MIB),
     }
-    needed = sum(count * each for count, each in asked.values())
-    if needed > available:
-        field, (count, each) = max(asked.items(), key=lambda item: item[1][0] * item[1][1])
-        raise InvalidFieldError(
-            field,
-            count,
-            f"each takes at least {each} MiB, the processes of the run together {needed} MiB, and this machine has "
-            f"{available} MiB left; use fewer, or more machines (--runtime ray --address)",
-        )
+    return {field: (count, count * each, f"each takes at least {each} MiB") for field, (count, each) in counts.items()}
+
+
+def _answers(config: RunConfig, *, training: bool) -> _Asked:
+    """What the driver itself needs for the answers that it has under way at the same time."""
+    measured = config.task.eval_size * config.evaluation.samples
+    counts = {"evaluation.samples": (config.evaluation.samples, measured)}
+    if training:
+        parts = {
+            "pipeline_depth": config.pipeline_depth,
+            "rollout.groups_per_step": config.rollout.groups_per_step,
+            "rollout.group_size": config.rollout.group_size,
+        }
+        field = max(parts, key=lambda name: parts[name])
+        counts[field] = (parts[field], answers_under_way(config))
+    words = f"{{:,}} answers under way take {ANSWER_KIB} KiB each"
+    return {name: (value, count * ANSWER_KIB // 1024, words.format(count)) for name, (value, count) in counts.items()}
+
+
+def check_threads(config: RunConfig, cpus: int, *, training: bool = True) -> None:
+    """Refuse threads by the thousand, which a system may not even be able to start; on a cluster nodes differ.
+
+    Raises:
+        InvalidFieldError: naming the setting.
+    """
+    if config.runtime.kind is RuntimeKind.RAY:
+        return
+    asked = {"engine.threads": config.engine.threads}
+    if training:
+        asked["runtime.trainer_threads"] = config.runtime.trainer_threads
+    for field, count in asked.items():
+        if count > max(cpus, _MANY_THREADS):
+            raise InvalidFieldError(field, count, f"this machine has {cpus} CPUs; use at most so many threads")
 
 
 def this_machine(config: RunConfig) -> Machine:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from miles_loop.config import EvaluationMode, RouterKind, RunConfig, RuntimeKind, TransportKind
 from miles_loop.ray_runtime.placement import Bundle, plan
 from miles_loop.sizes import (
-    DRIVER_MIB,
     ROUTER_MIB,
     WORKER_MIB,
     ModelSize,
     checkpoint_mib,
+    driver_mib,
     engine_mib,
     trainer_mib,
 )
@@ -73,7 +73,7 @@ def placement(config: RunConfig, model: ModelSize | None) -> list[Row]:
     ray = config.runtime.kind is RuntimeKind.RAY
     workers = config.rollout_workers
     duties = [] if workers else ["answers", "rewards"] + (["session server"] if config.task.agent else [])
-    rows = [Row(name=" + ".join(["driver", *duties]), count=1, where=HERE, mib=DRIVER_MIB)]
+    rows = [Row(name=" + ".join(["driver", *duties]), count=1, where=HERE, mib=driver_mib(config))]
     ranks = config.runtime.trainer_ranks
     gpu = config.trainer.device.startswith("cuda")
     trainer = Row(

@@ -10,9 +10,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from miles_contracts import InvalidFieldError
-from miles_loop.config import EvaluationConfig, EvaluationMode, RunConfig, TaskConfig, TaskSourceKind
+from miles_loop.config import (
+    EvaluationConfig,
+    EvaluationMode,
+    RunConfig,
+    RuntimeKind,
+    TaskConfig,
+    TaskSourceKind,
+    TransportKind,
+)
 from miles_loop.models import check_model_folder
 from miles_loop.recipe import Recipe
+from miles_loop.scoring import check_reward
 from miles_loop.sglang_engine import check_model as check_served_right
 from miles_rollout.engine_identity import EngineKind
 from miles_trainer.config import ObjectiveKind
@@ -26,6 +35,7 @@ def check_run(recipe: Recipe, config: RunConfig) -> None:
     """
     _check_groups(config)
     _check_task(config.task)
+    _check_shared_memory(config)
     _check_urls("engine.urls", config.engine.urls)
     _check_program(config.evaluation)
     _check_dedicated(config)
@@ -51,12 +61,25 @@ def starts_dedicated(config: RunConfig) -> bool:
 
 
 def _check_task(task: TaskConfig) -> None:
+    for field, reward in (("task.reward", task.reward), ("task.eval_reward", task.eval_reward)):
+        if reward is not None:
+            check_reward(reward, field)
     if task.source is TaskSourceKind.JSONL:
         for field, path in (("task.path", task.path), ("task.eval_path", task.eval_path)):
             if path is not None:
                 _require_file(field, path)
     elif task.source is TaskSourceKind.REASONING_GYM:
         _check_family(str(task.dataset))
+
+
+def _check_shared_memory(config: RunConfig) -> None:
+    """On this machine; on a cluster each node is asked before anything starts there."""
+    sync = config.sync
+    if sync.transport is not TransportKind.LOCAL or config.runtime.kind is not RuntimeKind.LOCAL:
+        return
+    if not os.access(sync.directory, os.W_OK | os.X_OK) or not sync.directory.is_dir():
+        remedy = "weights travel through files there: give an existing folder that may be written, such as /dev/shm"
+        raise InvalidFieldError("sync.directory", str(sync.directory), remedy)
 
 
 def _check_model(recipe: Recipe, config: RunConfig, *, starts_engines: bool) -> None:

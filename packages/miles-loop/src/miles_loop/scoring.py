@@ -83,6 +83,19 @@ class Scoring:
             await self.answer.close()
 
 
+def check_reward(name: str, field: str) -> None:
+    """Refuse what names no reward.
+
+    Raises:
+        InvalidFieldError: with the nearest name.
+    """
+    if ":" in name or name in _BUILTIN:
+        return
+    known = ", ".join(_BUILTIN)
+    remedy = f"{nearest(name, _BUILTIN)}use {known}, the address of a reward service, or a function as pkg.mod:fn"
+    raise InvalidFieldError(field, name, remedy)
+
+
 ServiceFactory = Callable[[str], RemoteReward]
 """From the address of a reward service."""
 
@@ -103,12 +116,7 @@ def make_scoring(name: str, scope: RewardScope, *, field: str, service: ServiceF
         if scope is not RewardScope.ANSWER:
             raise InvalidFieldError("task.reward_scope", scope.value, f"{name} scores single answers; leave it out")
         return Scoring(_BUILTIN[name]() if name in _BUILTIN else service(name))
-    if ":" not in name:
-        hint = nearest(name, _BUILTIN)
-        known = ", ".join(_BUILTIN)
-        raise InvalidFieldError(
-            field, name, f"{hint}use {known}, the address of a reward service, or a function as pkg.mod:fn"
-        )
+    check_reward(name, field)
     match scope:
         case RewardScope.ANSWER:
             return Scoring(UserReward(name))

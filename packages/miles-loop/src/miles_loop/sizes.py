@@ -18,6 +18,8 @@ from miles_sync.models import find_model
 
 DRIVER_MIB, WORKER_MIB, ENGINE_MIB, TRAINER_MIB, SGLANG_MIB, ROUTER_MIB = 50, 50, 430, 430, 2100, 60
 """What a process takes with the smallest model, measured: memory that it shares with no other process."""
+ANSWER_KIB = 9
+"""Memory of the driver for an answer that is under way, measured."""
 _MIB = 2**20
 _CACHE_MIB = 2048
 """Most memory that the embedded engine gives its keys and values by default."""
@@ -102,6 +104,18 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
             raise ValueError(f"no safetensors: a header of {length} bytes")
         header: dict[str, dict[str, list[int]]] = json.loads(data.read(length))
     return header
+
+
+def answers_under_way(config: RunConfig) -> int:
+    """Most answers that a run samples at the same time."""
+    rollout = config.rollout
+    admitted = (config.pipeline_depth + 1) * rollout.groups_per_step * rollout.group_size
+    return min(admitted, rollout.max_in_flight or admitted)
+
+
+def driver_mib(config: RunConfig) -> int:
+    """Memory of the driver, with the answers that it has under way."""
+    return DRIVER_MIB + answers_under_way(config) * ANSWER_KIB // 1024
 
 
 def engine_mib(config: EngineConfig, model: ModelSize | None) -> int | None:

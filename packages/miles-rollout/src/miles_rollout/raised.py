@@ -12,6 +12,7 @@ from miles_contracts import MilesError
 _log = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).parent)
 _STANDARD = sysconfig.get_path("stdlib")
+_SIBLINGS = ("miles_contracts", "miles_loop")
 _MAX_PLACES = 32
 _logged: set[tuple[str, str]] = set()
 
@@ -43,12 +44,17 @@ def _place(error: Exception) -> str | None:
     foreign = [f for f in frames if not f.filename.startswith(_PACKAGE)]
     if isinstance(error, MilesError):
         # Such errors come through helpers of the standard library; only a caller outside says more than they do.
-        frames = foreign = [f for f in foreign if not _is_standard(f.filename)]
+        frames = foreign = [f for f in foreign if not _is_standard(f.filename) and not _is_ours(f.filename)]
     if not frames:
         return None
     file = foreign[0].filename if foreign else frames[-1].filename
     last = [f for f in frames if f.filename == file][-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def _is_ours(file: str) -> bool:
+    """Whether it is of the packages that stand between a user's function and an engine."""
+    return Path(file).parent.name in _SIBLINGS
 
 
 def _is_standard(file: str) -> bool:

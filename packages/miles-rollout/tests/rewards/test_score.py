@@ -211,3 +211,21 @@ def test_bad_batches_are_refused() -> None:
     for bad in ({"max_batch": 0}, {"max_wait_s": -1}):
         with pytest.raises(InvalidFieldError, match=next(iter(bad))):
             BatchReward(lambda t, r: [], **bad)
+
+
+def test_an_error_of_ours_that_passed_through_a_sibling_package_explains_itself() -> None:
+    from miles_contracts import EngineError
+    from miles_rollout.raised import describe_raised
+
+    def raised(file: str) -> str:
+        space: dict[str, object] = {"EngineError": EngineError}
+        exec(compile("def call():\n    raise EngineError('http://e:1', 'refused')\n", file, "exec"), space)
+        try:
+            space["call"]()  # type: ignore[operator]
+        except EngineError as error:
+            assert error.__traceback__ is not None
+            return describe_raised(error.with_traceback(error.__traceback__.tb_next))  # without this test's own frame
+        raise AssertionError("unreachable")
+
+    assert raised("/site/miles_loop/audit.py").endswith("refused")
+    assert raised("/home/me/agent.py").endswith("(/home/me/agent.py:2)")

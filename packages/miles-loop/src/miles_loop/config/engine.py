@@ -58,6 +58,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _ports_exist(self) -> EngineConfig:
+        if self.replicas > LAST_PORT:
+            raise ValueError(f"replicas: a machine has ports for {LAST_PORT} at most")
         if self.port + self.replicas - 1 > LAST_PORT:
             raise ValueError(f"port: {self.replicas} engines from this one on need ports above {LAST_PORT}")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from miles_loop.config.section import NonNegative, Positive, Seconds, Section
 from miles_rollout.order import TrainingOrder
@@ -24,6 +24,20 @@ class SamplingConfig(Section):
     """Sample among the k likeliest tokens; -1 is off."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_means_something(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("use -1 (off) or a value of 1 or more")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_not_empty(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in values:
+            raise ValueError("an empty string would end every answer at once; leave it out")
+        return values
 
 
 class UnusedPrompts(StrEnum):
