@@ -220,12 +220,11 @@ def test_an_error_of_ours_that_passed_through_a_sibling_package_explains_itself(
     def raised(file: str) -> str:
         space: dict[str, object] = {"EngineError": EngineError}
         exec(compile("def call():\n    raise EngineError('http://e:1', 'refused')\n", file, "exec"), space)
-        try:
+        with pytest.raises(EngineError) as caught:
             space["call"]()  # type: ignore[operator]
-        except EngineError as error:
-            assert error.__traceback__ is not None
-            return describe_raised(error.with_traceback(error.__traceback__.tb_next))  # without this test's own frame
-        raise AssertionError("unreachable")
+        trace = caught.value.__traceback__
+        assert trace is not None
+        return describe_raised(caught.value.with_traceback(trace.tb_next))  # without this test's own frame
 
     assert raised("/site/miles_loop/audit.py").endswith("refused")
     assert raised("/home/me/agent.py").endswith("(/home/me/agent.py:2)")
