@@ -87,7 +87,7 @@ class Trainer:
         self._count += 1
         self._sent, self._manifest = self.weights, manifest_of(self.weights, version)
         specs = self._manifest.tensors
-        self._expected = ExpectedChecksums(self.model, specs, 1 << 20) if self.model is not None else None
+        self._expected = ExpectedChecksums(self.model, specs, 1 << 26) if self.model is not None else None
         return f"update-{version}-{self._count}-{id(self):x}", self._manifest
 
     async def expect_checksums(self, update_id: str, form: SglangForm) -> None:

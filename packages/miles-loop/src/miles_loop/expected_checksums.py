@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,9 @@ class ExpectedChecksums:
             raise MilesError(f"no checksums were asked for of {form}")
         if form not in self._tables:
             description, sums = self._forms[form]
-            begun = time.perf_counter()
             self._tables[form] = ChecksumTable(
                 ranks=tuple(sums.result()),
-                waited_s=time.perf_counter() - begun,
+                waited_s=sums.waited_s,
                 left_out=description.left_out,
                 nothing=description.nothing,
                 num_bytes=sums.num_bytes,

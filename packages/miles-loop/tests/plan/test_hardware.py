@@ -6,9 +6,14 @@ import pytest
 
 from miles_contracts import InvalidFieldError
 from miles_loop.options import build
-from miles_loop.plan.config import PlanConfig
+from miles_loop.plan.config import HardwareSection, PlanConfig
 from miles_loop.plan.hardware import GPUS, Placement
-from miles_sync.models import find_model
+from miles_sync.models import find_model, known_models
+
+
+def test_the_option_names_every_model_that_is_known() -> None:
+    described = HardwareSection.model_fields["model"].description or ""
+    assert [name for name in known_models() if f"`{name}`" not in described] == []
 
 
 def placement(**hardware: object) -> Placement:

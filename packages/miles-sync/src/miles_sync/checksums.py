@@ -55,6 +55,8 @@ class ParameterSums:
             self._sums.append({s.name: self._sum(s, by_stored[s.name], same) for s in rank.stored})
         self.seconds = 0.0
         """Spent hashing so far."""
+        self.waited_s = 0.0
+        """That sender and result have waited for it."""
         self.num_bytes = 0
         """Hashed so far."""
         self.peak_bytes = 0
@@ -83,7 +85,7 @@ class ParameterSums:
             return
         num_bytes = tensor.numel() * tensor.element_size()
         while self._backlog and sum(size for _, size in self._backlog) + num_bytes > self._backlog_bytes:
-            self._backlog.popleft()[0].result()
+            self._wait()
         self._backlog.append((self._lane.submit(partial(self._hash, wanted, tensor)), num_bytes))
 
     def result(self) -> list[dict[str, str]]:
@@ -93,8 +95,14 @@ class ParameterSums:
             WeightUpdateError: a tensor was not given.
         """
         while self._backlog:
-            self._backlog.popleft()[0].result()
+            self._wait()
         return [{name: made.checksum() for name, made in rank.items()} for rank in self._sums]
+
+    def _wait(self) -> None:
+        """For the oldest of what has yet to be hashed."""
+        begun = time.perf_counter()
+        self._backlog.popleft()[0].result()
+        self.waited_s += time.perf_counter() - begun
 
     def close(self) -> None:
         """Nothing more will be asked for."""

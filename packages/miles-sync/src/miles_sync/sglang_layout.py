@@ -79,7 +79,7 @@ class ChecksumTable(msgspec.Struct, frozen=True, kw_only=True, tag="checksum_tab
         nothing: why none is known, "" when some are.
         num_bytes: that were hashed.
         seconds: that hashing took, beside the sending.
-        waited_s: that the answer then had to wait for it.
+        waited_s: that the sending and the answer had to wait for it.
         peak_bytes: of tensors that waited for their turn in a fused parameter.
     """
 

@@ -150,7 +150,8 @@ class HardwareSection(Section):
     """Model and GPUs, for rates from data sheets."""
 
     model: str | None = None
-    """A model known by name, or a folder with config.json."""
+    """A model known by name (`glm-5.2`, `glm-4.5-air`, `deepseek-v3.2`, `kimi-k2`, `qwen3-0.6b`, `qwen3-4b`,
+    `qwen3-8b`, `qwen3-32b`, `qwen3-30b-a3b`, `qwen3-235b-a22b`), or a folder with config.json."""
     gpu: str | None = None
     """The GPU, for example `h100` or `gb300`."""
     train_gpus: Positive | None = None
