@@ -187,9 +187,38 @@ def test_rates_of_a_run_predict_the_run(tmp_path: Path, depth: int, capsys: pyte
     layer = layer_of_run(tmp_path / "run")
     assert layer["trainer"]["fixed_s"] == pytest.approx(0.2)
     assert layer["trainer"]["overhead_s"] == pytest.approx(0.01)
+    assert layer["trainer"]["measured_ranks"] == layer["pipeline"]["rollout_workers"] == 1
     found = plan(capsys, "--from", str(tmp_path / "run"))
     assert found["published"]["step_s"] == pytest.approx(truth, rel=0.02)
     assert found["depths"][f"depth {depth}"]["step_s"] == pytest.approx(truth, rel=0.03)
+
+
+def test_trainer_ranks_share_the_time_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--engine.base_s", "0.001", "--trainer.fixed_s", "0.5", "--batch", "8", "--group-size", "4")
+    rates += ("--workload.new_tokens", "10", "--workload.prompt_tokens", "10", "--steps", "10", "--depths", "0")
+    asked = (*rates, "--trainer.per_token_s", "0.01")
+    one = plan(capsys, *asked)
+    four = plan(capsys, *asked, "--trainer-ranks", "4")
+    assert one["training_alone_s"] == pytest.approx(0.5 + 160 * 0.01)
+    assert four["training_alone_s"] == pytest.approx(0.5 + 160 * 0.01 / 4)
+    assert any(
+        "4 trainer rank(s) instead of 1: a token of the batch takes 0.25 times" in a for a in four["assumptions"]
+    )
+    half = plan(capsys, *asked, "--trainer-ranks", "4", "--trainer.measured_ranks", "8")
+    assert half["training_alone_s"] == pytest.approx(0.5 + 160 * 0.01 * 2)
+    assert cli.main(["plan", *rates, "--trainer-ranks", "2"]) == 2
+    assert "trainer.ranks: got 2; they share the time for a token" in capsys.readouterr().err
+
+
+def test_rollout_workers_share_the_turns_and_the_answer_says_how_they_count(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--engine.base_s", "0.0001", "--trainer.fixed_s", "0.01", "--batch", "16", "--group-size", "4")
+    rates += ("--workload.new_tokens", "2", "--steps", "10", "--depths", "0")
+    free = plan(capsys, *rates, "--rollout-workers", "4")
+    assert "processes that make trajectories take no time (pipeline.handling_s), however many they are" in str(free)
+    one = plan(capsys, *rates, "--pipeline.handling_s", "0.1")
+    four = plan(capsys, *rates, "--pipeline.handling_s", "0.1", "--rollout-workers", "4")
+    assert any("4 process(es) make trajectories, 0.1 s for each turn" in a for a in four["assumptions"])
+    assert one["rollout_alone_s"] > 3 * four["rollout_alone_s"]
 
 
 def test_a_run_of_a_few_steps_says_too_little(tmp_path: Path) -> None:

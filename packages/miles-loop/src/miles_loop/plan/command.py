@@ -31,6 +31,8 @@ SHORT_NAMES = {
     "group-size": "pipeline.group_size",
     "in-flight": "pipeline.in_flight",
     "depths": "pipeline.depths",
+    "rollout-workers": "pipeline.rollout_workers",
+    "trainer-ranks": "trainer.ranks",
     "turns": "workload.turns",
     "new-tokens": "workload.new_tokens",
     "delay": "workload.delay_s",
@@ -115,7 +117,11 @@ def answer(config: PlanConfig) -> Answer:
         outcomes=outcomes,
         rollout_alone_s=alone.step_s,
         training_alone_s=trainer.step_s(tokens),
-        assumptions=(*(placement.assumptions() if placement is not None else _rates(trainer)), *config.notes),
+        assumptions=(
+            *(placement.assumptions() if placement is not None else _rates(trainer)),
+            *config.processes(),
+            *config.notes,
+        ),
         published=None
         if published.step_s is None
         else Measured(

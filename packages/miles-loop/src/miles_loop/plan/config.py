@@ -77,8 +77,10 @@ class PipelineSection(Section):
     """Sequences that run while weights change: computed again (`retract`) or continued (`in_place`)."""
     prefix_cache: bool = True
     """Later turns of a trajectory find what their engine has computed under the same weights."""
+    rollout_workers: Positive = 1
+    """Processes that make trajectories (the driver alone counts as one); they share the turns."""
     handling_s: Amount = 0.0
-    """Seconds of the process that makes trajectories for each turn; turns wait for each other there."""
+    """Seconds of such a process for each turn; turns wait for each other there."""
     steps: Positive = 60
     """Optimiser steps to simulate."""
     warmup: NonNegative | None = None
@@ -229,6 +231,10 @@ class TrainerSection(Section):
     """Seconds of a weight update while engines are paused."""
     overhead_s: Amount | None = None
     """Seconds of a step for anything else."""
+    ranks: Positive | None = None
+    """Data-parallel trainer ranks, for rates that were measured; default: `measured_ranks`."""
+    measured_ranks: Positive = 1
+    """Ranks that `per_token_s` was measured with; it shrinks as their number grows, nothing else does."""
 
 
 class PublishedSection(Section):
@@ -298,6 +304,7 @@ class PlanConfig(Section):
             steps=p.steps,
             warmup=min(p.steps // 5, 10) if p.warmup is None else p.warmup,
             prefix_cache=p.prefix_cache,
+            rollout_workers=p.rollout_workers,
             handling_s=p.handling_s,
         )
 
@@ -375,13 +382,34 @@ class PlanConfig(Section):
         values = {name: getattr(derived, name) for name in EngineRates.__dataclass_fields__} | given
         return EngineRates(**values), self.engine.replicas or placement.engines
 
+    def processes(self) -> tuple[str, ...]:
+        """How trainer ranks and rollout workers count, in words."""
+        t, p = self.trainer, self.pipeline
+        said: list[str] = []
+        if t.ranks is not None and t.ranks != t.measured_ranks:
+            said.append(
+                f"{t.ranks} trainer rank(s) instead of {t.measured_ranks}: a token of the batch takes "
+                f"{t.measured_ranks / t.ranks:.3g} times as long; what they tell each other counts as nothing more"
+            )
+        if p.handling_s:
+            said.append(f"{p.rollout_workers} process(es) make trajectories, {p.handling_s:.3g} s for each turn")
+        else:
+            said.append("processes that make trajectories take no time (pipeline.handling_s), however many they are")
+        return tuple(said)
+
     def trainer_rates(self, placement: Placement | None) -> TrainerRates:
         """Rates of the trainer.
 
         Raises:
-            InvalidFieldError: neither a model nor a rate is given.
+            InvalidFieldError: neither a model nor a rate is given, or ranks beside a model.
         """
-        given = {k: v for k, v in self.trainer if v is not None}
+        t = self.trainer
+        given = {k: v for k, v in t if v is not None and k not in ("ranks", "measured_ranks")}
+        if t.ranks is not None:
+            if t.per_token_s is None:
+                remedy = "they share the time for a token, so it has to be given (trainer.per_token_s, or --from RUN)"
+                raise InvalidFieldError("trainer.ranks", t.ranks, f"{remedy}; a model's trainer has --train-gpus")
+            given["per_token_s"] = t.per_token_s * t.measured_ranks / t.ranks
         if placement is None:
             if not {"fixed_s", "per_token_s"} & set(given):
                 raise InvalidFieldError("trainer.fixed_s", None, "measured engine rates need a trainer's too; set it")

@@ -46,7 +46,11 @@ def layer_of_run(path: Path) -> dict[str, Any]:
             "least) and steps that also evaluated or saved do not count: let it train longer, 14 steps say, without "
             "--evaluation.every and --checkpoint-every",
         )
-    layer = merge(_shape(config, records), {"workload": _workload(config, records)}, {"trainer": _trainer(records)})
+    layer = merge(
+        _shape(config, records),
+        {"workload": _workload(config, records)},
+        {"trainer": _trainer(records, config.runtime.trainer_ranks)},
+    )
     return merge(layer, _engine(layer, config, _mean(records, "perf/rollout_generation_s")))
 
 
@@ -75,6 +79,7 @@ def _shape(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[str,
             "max_staleness": "auto" if rollout.max_staleness is None else rollout.max_staleness,
             "order": rollout.order.value,
             "on_unused": rollout.on_stale.value,
+            "rollout_workers": max(config.rollout_workers, 1),
             "update_mode": "in_place" if config.sync.mode is PauseMode.IN_PLACE else "retract",
             "seed": config.seed,
         },
@@ -89,7 +94,9 @@ def _shape(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[str,
             f"the engine's speed fits the time that groups took in the run; {SHARED:.0%} of a step is taken to grow "
             "with the number of sequences",
             "seconds that environments took in the run count as the engine's",
-            f"training as with the run's {config.runtime.trainer_ranks} trainer rank(s)",
+            f"training as with the run's {config.runtime.trainer_ranks} trainer rank(s), unless --trainer-ranks is given",
+            "what its driver or rollout workers did for a turn counts as the engine's: set pipeline.handling_s to tell "
+            "them apart",
         ],
     }
 
@@ -114,7 +121,7 @@ def _workload(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def _trainer(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _trainer(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     tokens = [
         float(r["rollout/trajectories"])
         * (float(r["rollout/prompt_length/mean"]) + float(r["rollout/response_length/mean"]))
@@ -129,6 +136,7 @@ def _trainer(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "per_token_s": per_token,
         "prepare_s": max(update - paused, 0.0),
         "pause_s": paused,
+        "measured_ranks": ranks,
         "overhead_s": max(_mean(records, "perf/step_s") - spent, 0.0),
     }
 
