@@ -27,10 +27,10 @@ from miles_sync.transfer import minimum_bytes, plan_transfers
 class Tiny(torch.nn.Module):
     """An embedding, a norm, and a head that is tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.embed, self.norm = torch.nn.Embedding(11, 6), torch.nn.LayerNorm(6)
-        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.embed, self.norm = torch.nn.Embedding(rows, 6), torch.nn.LayerNorm(6)
+        self.head = torch.nn.Linear(6, rows, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -38,25 +38,25 @@ class Tiny(torch.nn.Module):
         return out
 
 
-def module() -> Tiny:
-    torch.manual_seed(0)
-    return Tiny()
+FEW, MANY = 11, 100_000
+"""Rows of the embedding. Half of many rows are divided between two ranks that hold them."""
 
 
 class Rank:
     """One FSDP2 rank of `replicas` groups of two; `gather` is the collective of the export."""
 
-    def __init__(self, rank: int, folder: Path, replicas: int = 1) -> None:
+    def __init__(self, rank: int, folder: Path, replicas: int, rows: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(2 * replicas))
         store = dist.FileStore(str(folder / "store"), 2 * replicas)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * replicas)
-        model = module()
+        torch.manual_seed(0)
+        model = Tiny(rows)
         mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh if replicas > 1 else mesh["shard"])
-        self.rank, self.folder = rank, folder
+        self.rank, self.size, self.folder = rank, 2 * replicas, folder
         self.state = dict(model.state_dict())
         for tensor in set(self.state.values()):
             local_of(tensor).add_(1 + rank % 2)  # what no other shard, and no freshly made model, holds
@@ -65,7 +65,7 @@ class Rank:
         return local_layout(self.state, tied={"head.weight": "embed.weight"})
 
     def gather(self, layout: Layout, port: int) -> int:
-        group = Meeting("127.0.0.1", port, owner=False, timeout_s=20).open("trainer", self.rank, 2)
+        group = Meeting("127.0.0.1", port, owner=False, timeout_s=20).open("trainer", self.rank, self.size)
         stored = local_tensors(self.state, [s.name for s in layout.ranks[self.rank].stored])
         plan = plan_gather(layout, 64)
         if self.rank:
@@ -129,11 +129,11 @@ def cut_for_engines(specs: tuple[TensorSpec, ...]) -> Layout:
     return Layout(tensors=specs, ranks=tuple(ranks))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "rows"), [(1, FEW), (2, MANY)])
 def test_fsdp2_shards_are_written_where_engine_ranks_want_them_without_being_gathered(
-    tmp_path: Path, replicas: int
+    tmp_path: Path, replicas: int, rows: int
 ) -> None:
-    ranks = [Child(f"rank-{r}", lambda r=r: Rank(r, tmp_path, replicas)) for r in range(2 * replicas)]
+    ranks = [Child(f"rank-{r}", lambda r=r: Rank(r, tmp_path, replicas, rows)) for r in range(2 * replicas)]
     engines: list[Child] = []
     try:
         answers = [rank.call("layouts") for rank in ranks]
@@ -146,6 +146,8 @@ def test_fsdp2_shards_are_written_where_engine_ranks_want_them_without_being_gat
         plan = plan_transfers(source, target)
         assert plan.num_bytes == minimum_bytes(target)
         assert all(t.confirmer is not None for t in plan.transfers) == (replicas > 1)
+        sent = plan.sent(len(ranks))
+        assert max(sent) - min(sent) < plan.num_bytes / 6
 
         manifest = WeightManifest(version=1, tensors=source.tensors)
         together(engines, "do", "begin", "u1", manifest)
@@ -173,20 +175,18 @@ def test_fsdp2_shards_are_written_where_engine_ranks_want_them_without_being_gat
             child.stop()
 
 
-def test_fsdp2_shards_arrive_whole_at_the_root(tmp_path: Path) -> None:
-    import threading
-
-    ranks = [Child(f"rank-{r}", lambda r=r: Rank(r, tmp_path)) for r in range(2)]
+@pytest.mark.parametrize(("replicas", "rows"), [(1, FEW), (2, MANY)])
+def test_fsdp2_shards_arrive_whole_at_the_root(tmp_path: Path, replicas: int, rows: int) -> None:
+    ranks = [Child(f"rank-{r}", lambda r=r: Rank(r, tmp_path, replicas, rows)) for r in range(2 * replicas)]
     try:
         answers = [rank.call("layouts") for rank in ranks]
         layout = Layout(tensors=tuple(answers[0][0]), ranks=tuple(layout for _, layout in answers))
         assert [s.name for s in layout.tensors] == ["embed.weight", "norm.bias", "norm.weight"]
-        assert [s.shape for s in layout.ranks[1].stored] == [(5, 6), (3,), (3,)]
+        assert [s.shape for s in layout.ranks[1].stored] == [(rows // 2, 6), (3,), (3,)]
+        sources = {t.source for transfers in plan_gather(layout, 64).transfers for t in transfers}
+        assert sources == ({0, 1} if replicas == 1 else {0, 1, 3}), "rank 2 holds what the root holds"
         meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=20)
-        other = threading.Thread(target=ranks[1].call, args=("gather", layout, meeting.port))
-        other.start()
-        ranks[0].call("gather", layout, meeting.port)
-        other.join()
+        together(ranks, "gather", layout, meeting.port)
         together(ranks, "full")
         expected = dict(sorted(torch.load(tmp_path / "full-1.pt").items()))
         assert same_bits(torch.load(tmp_path / "whole.pt"), expected)

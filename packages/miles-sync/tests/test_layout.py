@@ -156,6 +156,36 @@ def test_ranks_that_hold_the_same_send_the_same_within_one_piece(
         assert max(group) - min(group) <= max(pieces.values())
 
 
+@settings(deadline=None)
+@given(source_name=names, target_name=names, divided_bytes=divided, data=st.data())
+def test_what_is_at_home_comes_from_home(
+    source_name: str, target_name: str, divided_bytes: int, data: st.DataObject
+) -> None:
+    source = LAYOUTS[source_name]
+    home = data.draw(st.integers(0, len(source.ranks) - 1))
+    plan = plan_transfers(source, LAYOUTS[target_name], divided_bytes, home=home)
+    assert plan.num_bytes == minimum_bytes(LAYOUTS[target_name])
+    held = {(f.name, f.stored) for f in source.ranks[home].fragments}
+    copies = {(f.name, f.start, f.shape) for f in source.ranks[home].fragments}
+    for t in plan.transfers:
+        if t.source == home:
+            assert (t.name, t.source_stored) in held
+        else:
+            sent_from = next(
+                f
+                for f in source.ranks[t.source].fragments
+                if f.name == t.name and f.stored == t.source_stored and _inside(t.source_at, t.shape, f)
+            )
+            assert (t.name, sent_from.start, sent_from.shape) not in copies
+
+
+def _inside(at: tuple[int, ...], shape: tuple[int, ...], fragment: Fragment) -> bool:
+    extra = len(fragment.at) - len(fragment.shape)
+    outer = (1,) * extra + fragment.shape
+    inner = (1,) * extra + shape
+    return all(a <= b and b + n <= a + m for a, m, b, n in zip(fragment.at, outer, at, inner, strict=True))
+
+
 @given(rows=st.integers(1, 40), columns=st.integers(1, 3), replicas=st.integers(1, 9), targets=st.integers(1, 3))
 def test_one_large_tensor_is_divided_between_its_holders_to_the_row(
     rows: int, columns: int, replicas: int, targets: int

@@ -48,7 +48,7 @@ def plan_gather(layout: Layout, bucket_bytes: int, *, experts_apart: bool = Fals
         if new:
             rounds.append(new)
     by_name: dict[str, list[Transfer]] = {}
-    for transfer in plan_transfers(layout, whole(layout.tensors)).transfers:
+    for transfer in plan_transfers(layout, whole(layout.tensors), home=ROOT).transfers:
         by_name.setdefault(transfer.name, []).append(transfer)
     transfers = [tuple(t for spec in specs for t in by_name.get(spec.name, ())) for specs in rounds]
     return GatherPlan(rounds=tuple(tuple(r) for r in rounds), transfers=tuple(transfers))

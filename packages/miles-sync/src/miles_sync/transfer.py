@@ -96,13 +96,16 @@ def minimum_bytes(target: Layout) -> int:
     return sum(f.num_elements * sizes[f.name] for rank in target.ranks for f in rank.fragments)
 
 
-def plan_transfers(source: Layout, target: Layout, divided_bytes: int = DIVIDED_BYTES) -> TransferPlan:
+def plan_transfers(
+    source: Layout, target: Layout, divided_bytes: int = DIVIDED_BYTES, *, home: int | None = None
+) -> TransferPlan:
     """The transfers that fill every target rank from the sources.
 
     Args:
         source, target: layouts of both sides.
         divided_bytes: size from which a box is divided between the sources that hold it, along its first dimension
             that has an extent.
+        home: source rank that is where the targets are: what it holds comes from nobody else.
 
     Raises:
         InvalidFieldError: the two sides do not describe the same tensors, the sources do not hold every element, or
@@ -112,7 +115,7 @@ def plan_transfers(source: Layout, target: Layout, divided_bytes: int = DIVIDED_
     wanted = _wanted(_Holders(source), target)
     sizes = {spec.name: DTYPE_BYTES[spec.dtype] for spec in target.tensors}
     times = Counter(want.key for want in wanted)
-    division = _Division(len(source.ranks), divided_bytes)
+    division = _Division(len(source.ranks), divided_bytes, home)
     parts: dict[_Key, list[_Part]] = {}
     transfers: list[Transfer] = []
     for want in wanted:
@@ -186,17 +189,18 @@ class _Division:
     Args:
         ranks: number of sources.
         divided_bytes: size from which boxes are divided.
+        home: the source that sends all it holds, None if there is none such.
     """
 
-    def __init__(self, ranks: int, divided_bytes: int) -> None:
+    def __init__(self, ranks: int, divided_bytes: int, home: int | None) -> None:
         self._load = [0] * ranks
-        self._divided_bytes = divided_bytes
+        self._divided_bytes, self._home = divided_bytes, home
 
     def parts(self, want: _Wanted, item_bytes: int, times: int) -> list[_Part]:
         """The parts of a box that is sent `times` times, the largest to who has the least to send."""
-        replicas = sorted(want.holders, key=lambda holder: (self._load[holder[0]], holder[0]))
+        replicas = sorted(want.holders, key=lambda h: (h[0] != self._home, self._load[h[0]], h[0]))
         total = math.prod(want.shape) * item_bytes
-        count = len(replicas) if total >= self._divided_bytes else 1
+        count = len(replicas) if total >= self._divided_bytes and replicas[0][0] != self._home else 1
         made = []
         for number, (start, shape) in enumerate(_rows(want.start, want.shape, count)):
             sender, fragment = replicas[number]
