@@ -162,6 +162,23 @@ def test_a_reader_that_dies_with_a_bucket_open_takes_it_from_nobody(sender: Hand
     assert found == expected(weights)
 
 
+@pytest.mark.parametrize("receivers", [(), RANKS])
+def test_no_tensor_is_asked_for_before_the_first_bucket_is(sender: HandingSender, receivers: tuple[str, ...]) -> None:
+    weights = random_weights(13)
+    asked: list[str] = []
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            asked.append(name)
+            yield name, tensor
+
+    sender.set_receivers(receivers)
+    sending = sender.send(export(), manifest_of(weights, 1), "u")
+    assert asked == []
+    next(sending)
+    assert asked
+
+
 def test_digests_are_made_only_for_those_who_compare_them(sender: HandingSender) -> None:
     for wanted in (True, False):
         sender.set_receivers(RANKS, digests=wanted)

@@ -65,17 +65,21 @@ class HandingSender:
     ) -> Iterator[ShmBucket | HandleBucket]:
         """Fill bucket after bucket; each is complete when it is yielded and stays until it is acknowledged.
 
+        No tensor is asked for before the first bucket is.
+
         Raises:
             WeightUpdateError: the tensors are not the manifest's, or there is no room.
         """
         if not self._receivers:
-            return self._files.send(tensors, manifest, update_id)
+            yield from self._files.send(tensors, manifest, update_id)
+            return
         source = iter(tensors)
         first = list(zip(range(1), source, strict=False))
         every = chain((item for _, item in first), source)
         if first and self._devices == {first[0][1][1].device.type} != {"cpu"}:
-            return self._device.send(every, manifest, update_id, self._receivers)
-        return self._send_named(every, manifest, update_id)
+            yield from self._device.send(every, manifest, update_id, self._receivers)
+        else:
+            yield from self._send_named(every, manifest, update_id)
 
     def _send_named(
         self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: WeightManifest, update_id: str
