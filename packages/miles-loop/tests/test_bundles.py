@@ -45,6 +45,8 @@ class Engine:
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams, **fields: Any) -> GenerateResult:
         self.single.append(params.seed)
+        if params.seed in self.refuses:
+            raise EngineError(self.url, "refused", 400)
         return answer(fields["request_id"], params.seed)
 
     async def generate_each(
@@ -92,7 +94,7 @@ async def test_requests_of_one_moment_are_one_call() -> None:
     proxy = BundlingEngine(engine)  # type: ignore[arg-type]
     assert await asyncio.gather(*ask(engine, 1, 2, 3, proxy=proxy)) == [1, 2, 3]
     assert await asyncio.gather(*ask(engine, 4, proxy=proxy)) == [4]
-    assert engine.calls == [[1, 2, 3], [4]]
+    assert (engine.calls, engine.single) == ([[1, 2, 3]], [4])
 
 
 async def test_an_answer_does_not_wait_for_the_others() -> None:
@@ -118,7 +120,7 @@ async def test_a_refused_prompt_does_not_fail_the_others() -> None:
     first, second, third = await asyncio.gather(*ask(engine, 1, 2, 3), return_exceptions=True)
     assert (first, third) == (1, 3)
     assert isinstance(second, EngineError)
-    assert engine.calls == [[1, 2, 3], [1], [2], [3]]
+    assert (engine.calls, engine.single) == ([[1, 2, 3]], [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -164,14 +166,14 @@ async def test_when_all_give_up_the_call_is_ended() -> None:
 
 async def test_who_gives_up_before_the_call_is_not_part_of_it() -> None:
     engine = Engine()
-    first, second = ask(engine, 1, 2)
+    first, second, third = ask(engine, 1, 2, 3)
     await asyncio.sleep(0)
     first.cancel()
-    assert await second == 2
-    assert engine.calls == [[2]]
+    assert (await second, await third) == (2, 3)
+    assert engine.calls == [[2, 3]]
 
 
-@given(st.lists(st.sampled_from(["answer", "cancel"]), min_size=1, max_size=8), st.randoms())
+@given(st.lists(st.sampled_from(["answer", "cancel"]), min_size=2, max_size=8), st.randoms())
 def test_every_caller_ends_in_any_order_of_events(ends: list[str], draw: Any) -> None:
     async def run() -> None:
         engine = Engine(holds=True)
@@ -190,3 +192,21 @@ def test_every_caller_ends_in_any_order_of_events(ends: list[str], draw: Any) ->
         assert [d for d in done if isinstance(d, int)] == [i for i, end in enumerate(ends) if end == "answer"]
 
     asyncio.run(run())
+
+
+async def test_a_lone_caller_that_gives_up_hangs_up() -> None:
+    ended = asyncio.Event()
+
+    class Slow(Engine):
+        async def generate(self, input_ids: Sequence[int], params: SamplingParams, **fields: Any) -> GenerateResult:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            raise AssertionError
+
+    (task,) = ask(Slow(), 1)
+    await settle()
+    task.cancel()
+    await settle()
+    assert ended.is_set()

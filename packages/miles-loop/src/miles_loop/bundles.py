@@ -86,12 +86,14 @@ class BundlingEngine(EngineProxy):
 
     def _send_waiting(self) -> None:
         calls, self._waiting = [call for call in self._waiting if not call.answer.done()], []
-        if calls:
-            self._send(calls)
+        if len(calls) > 1:
+            self._send(calls, self._together(calls))
+        elif calls:
+            self._send(calls, self._alone(calls[0]))
 
-    def _send(self, calls: list[_Call]) -> None:
-        """Send calls together, until nobody waits for any of them."""
-        sending = self._in_background(self._exchange(calls))
+    def _send(self, calls: list[_Call], exchange: Coroutine[Any, Any, None]) -> None:
+        """Do an exchange, until nobody waits for any of its calls."""
+        sending = self._in_background(exchange)
         open_calls = set(calls)
 
         def settled(call: _Call, answer: asyncio.Future[GenerateResult]) -> None:
@@ -106,8 +108,12 @@ class BundlingEngine(EngineProxy):
         for call in calls:
             call.answer.add_done_callback(partial(settled, call))
 
-    async def _exchange(self, calls: list[_Call]) -> None:
-        """Each call gets its answer or the error. One refused prompt must not fail the others."""
+    async def _together(self, calls: list[_Call]) -> None:
+        """Each call gets its answer or the error.
+
+        One refused prompt must not fail the others, and what is between here and the engine may know no streams: a
+        bundle that is refused as a whole is sent again, call by call, in the ordinary way.
+        """
         try:
             answers = self._client.generate_each(
                 [c.prompt for c in calls], [c.params for c in calls], request_ids=[c.request_id for c in calls]
@@ -119,12 +125,22 @@ class BundlingEngine(EngineProxy):
         except Exception as error:  # noqa: BLE001 - request boundary: whoever asked gets the error
             left = [call for call in calls if not call.answer.done()]
             refused = isinstance(error, EngineError) and not isinstance(error, EngineUnavailableError)
-            if refused and len(left) == len(calls) > 1:
+            if refused and len(left) == len(calls):
                 for call in left:
-                    self._send([call])
+                    self._send([call], self._alone(call))
                 return
             for call in left:
                 call.answer.set_exception(error)
+
+    async def _alone(self, call: _Call) -> None:
+        try:
+            result = await self._client.generate(call.prompt, call.params, request_id=call.request_id)
+        except Exception as error:  # noqa: BLE001 - request boundary: whoever asked gets the error
+            if not call.answer.done():
+                call.answer.set_exception(error)
+        else:
+            if not call.answer.done():
+                call.answer.set_result(result)
 
     async def _abort_quietly(self, request_id: str) -> None:
         with suppress(EngineError, DeadlineExceededError):
