@@ -13,11 +13,11 @@ from server import sglang_server
 from sglang_models import write_dense, write_moe
 from weight_trainer import Trainer
 
-from miles_contracts import PauseMode
+from miles_contracts import PauseMode, WeightUpdateError
 from miles_loop.senders import make_sender
 from miles_loop.sglang_weights import with_checks
 from miles_loop.trainer_link import SenderSettings
-from miles_loop.transports import BroadcastTransport, FleetTransport
+from miles_loop.transports import BroadcastTransport, DiskTransport, FleetTransport
 from miles_rollout.engine_client import EngineClient
 from miles_sync import FleetFencedError, UpdateReport, update_weights
 
@@ -134,3 +134,24 @@ async def test_an_engine_of_another_dtype_is_verified_as_far_as_it_is_known(trai
                 await update(transport, trainer, 2, engine)
             assert caught.value.tensor == "model.norm.weight"
             assert torch.equal(trainer.weights["model.norm.weight"], torch.ones(64))
+
+
+async def test_a_checkpoint_that_was_loaded_is_compared_and_the_one_before_comes_back(tmp_path: Path, request) -> None:
+    served = request.getfixturevalue("dense")
+    settings = SenderSettings(transport="disk", store=str(tmp_path / "store"), timeout_s=60)
+    trainer = Trainer(make_sender(settings), {})
+    async with EngineClient(served.sglang) as sglang, EngineClient(served.embedded) as embedded:
+        transport = DiskTransport(tmp_path / "store", tmp_path / "checkpoint", served.folders[0], trainer)
+        take(trainer, served.folders[1])
+        (check,) = (await update(transport, trainer, 1, sglang, embedded)).checks
+        assert (check.engine, check.compared, check.not_compared) == (sglang.url, PARAMETERS["dense"], {})
+        await update(transport, trainer, 2, sglang)
+        before = await sglang.weight_checksums()
+        trainer.flip = ("model.layers.1.mlp.down_proj.weight", 7)
+        with pytest.raises(WeightUpdateError, match="that of what the trainer sent is") as caught:
+            await update(transport, trainer, 3, sglang)
+        assert not isinstance(caught.value, FleetFencedError), "it can go back"
+        assert (caught.value.engine, caught.value.tensor) == (sglang.url, "model.layers.1.mlp.down_proj.weight")
+        assert await sglang.weight_version() == 2
+        assert await sglang.weight_checksums() == before
+    trainer.sender.close()

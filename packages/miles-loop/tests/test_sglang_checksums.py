@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from miles_contracts import MilesError, TensorSpec, WeightUpdateError
+from miles_contracts import MilesError, TensorSpec, WeightManifest, WeightUpdateError
 from miles_loop.expected_checksums import ExpectedChecksums
 from miles_loop.sglang_checksums import TrainerChecks, compared, form_of
+from miles_loop.sglang_disk import SglangDiskEngine
+from miles_sync.messages import DiskBucket
 from miles_sync.report import UpdateReport, WeightCheck
 from miles_sync.sglang_layout import ChecksumTable, SglangForm
 
@@ -182,3 +185,63 @@ def test_a_table_of_half_an_update_is_refused(model: Path) -> None:
     with pytest.raises(WeightUpdateError, match=r"tensor model\.norm\.weight: was not among the tensors"):
         expected.table(CPU)
     expected.close()
+
+
+class Loading(Client):
+    """An SGLang that loads checkpoints from disk."""
+
+    def __init__(self) -> None:
+        super().__init__(a="1")
+        self.loaded: list[tuple[str, int]] = []
+        self.resumed = 0
+
+    async def load_from_disk(self, path: Path, version: int) -> None:
+        self.loaded.append((path.name, version))
+
+    async def weight_version(self) -> int | None:
+        return self.loaded[-1][1] if self.loaded else 0
+
+    async def resume(self) -> None:
+        self.resumed += 1
+
+
+class Subscriber:
+    """A host that has pulled a folder a version."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def pull(self, publication: str) -> Any:
+        return SimpleNamespace(path=Path(publication), version=self.version)
+
+    def current(self) -> Any:
+        manifest = WeightManifest(version=self.version, tensors=())
+        return SimpleNamespace(state=SimpleNamespace(manifest=manifest))
+
+
+async def test_an_sglang_that_has_loaded_something_else_goes_back_or_does_not_serve() -> None:
+    source, client, subscriber = Source(ChecksumTable(ranks=({"a": "1"},))), Loading(), Subscriber()
+    engine = SglangDiskEngine(client, subscriber, TrainerChecks(source))  # type: ignore[arg-type]
+
+    async def load(version: int) -> None:
+        subscriber.version = version
+        await engine.begin_weight_update(f"u{version}", WeightManifest(version=version, tensors=()))
+        await engine.load_bucket(DiskBucket(update_id=f"u{version}", index=0, publication=f"p{version}"))
+        await engine.commit_weight_update(f"u{version}")
+
+    await load(1)
+    assert engine.check is not None
+    assert (engine.check.compared, await engine.weight_version()) == (1, 1)
+    client.checksums = {"a": "2"}
+    for _ in range(2):  # a commit that is repeated is as wrong as before
+        with pytest.raises(WeightUpdateError, match="its checksum is 2, that of what the trainer sent is 1"):
+            await load(2)
+    assert await engine.weight_version() is None
+    with pytest.raises(WeightUpdateError, match="must not serve"):
+        await engine.resume()
+    client.checksums = {"a": "1"}
+    await engine.rollback_weight_update("u2")
+    assert client.loaded[-1] == ("p1", 1)
+    assert await engine.weight_version() == 1
+    await engine.resume()
+    assert client.resumed == 1

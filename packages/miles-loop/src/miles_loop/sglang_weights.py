@@ -22,6 +22,7 @@ import msgspec
 from miles_contracts import Engine, EngineError, MilesError, WeightManifest, WeightUpdateError
 from miles_contracts.engine_proxy import EngineProxy
 from miles_loop.sglang_checksums import ChecksumSource, TrainerChecks
+from miles_loop.sglang_disk import SglangDiskEngine
 from miles_rollout.engine_client import EngineClient
 from miles_sync.messages import BroadcastBucket, HandleBucket, handle_name
 from miles_sync.report import UpdateReport, WeightCheck
@@ -213,7 +214,7 @@ def buckets_in_flight(engines: Sequence[Engine]) -> int:
 
 def with_checks(report: UpdateReport, engines: Sequence[Engine]) -> UpdateReport:
     """The report of an update with what was verified of its SGLang engines."""
-    checks = [engine.check for engine in engines if isinstance(engine, SglangEngine)]
+    checks = [engine.check for engine in engines if isinstance(engine, SglangEngine | SglangDiskEngine)]
     return msgspec.structs.replace(report, checks=tuple(check for check in checks if check is not None))
 
 

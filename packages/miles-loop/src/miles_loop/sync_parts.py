@@ -52,7 +52,7 @@ def make_transport(config: RunConfig, sender: Sender, model: Path) -> FleetTrans
         case TransportKind.DISK:
             assert config.run_dir is not None  # a run has one before anything is started
             checkpoint = sync.checkpoint_dir or config.run_dir / "engine-weights"
-            return DiskTransport(weight_store(config), checkpoint.absolute(), model)
+            return DiskTransport(weight_store(config), checkpoint.absolute(), model, sender if verify else None)
         case TransportKind.LOCAL:
             here = config.runtime.kind is RuntimeKind.LOCAL  # a cluster asks its nodes what they share
             return LocalTransport(sender, flush=flush, check_host=here, verify=verify)

@@ -28,7 +28,8 @@ from miles_contracts import (
 )
 from miles_contracts.engine_proxy import EngineProxy
 from miles_loop.ports import Port
-from miles_loop.sglang_checksums import ChecksumSource
+from miles_loop.sglang_checksums import ChecksumSource, TrainerChecks
+from miles_loop.sglang_disk import SglangDiskEngine
 from miles_loop.sglang_weights import SglangFleet, flattened
 from miles_rollout.engine_client import EngineClient
 from miles_rollout.engine_identity import EngineKind
@@ -118,10 +119,12 @@ class DiskTransport:
         store: folder that the trainer publishes in.
         checkpoint: folder of this machine's patched checkpoint; the engines have to see it.
         model: folder whose configuration and tokenizer go with every checkpoint.
+        sender: says what SGLang's checksums have to be; None verifies what it has loaded no further.
     """
 
-    def __init__(self, store: Path, checkpoint: Path, model: Path) -> None:
+    def __init__(self, store: Path, checkpoint: Path, model: Path, sender: ChecksumSource | None = None) -> None:
         self._store, self._checkpoint, self._model = store, checkpoint, model
+        self._checks = TrainerChecks(sender) if sender is not None else None
         self._engines: dict[str, DiskEngine] = {}
         self._subscriber: DeltaSubscriber | None = None
 
@@ -133,7 +136,15 @@ class DiskTransport:
             store = FolderStore(self._store)
             self._subscriber = DeltaSubscriber(store, self._checkpoint, companions=companions)
         subscriber = self._subscriber
-        return [self._engines.setdefault(c.url, DiskEngine(c, subscriber)) for c in clients]
+        for client in clients:
+            if client.url not in self._engines:
+                self._engines[client.url] = await self._engine(client, subscriber)
+        return [self._engines[client.url] for client in clients]
+
+    async def _engine(self, client: EngineClient, subscriber: DeltaSubscriber) -> DiskEngine:
+        if self._checks is None or await _kind(client) is not EngineKind.SGLANG:
+            return DiskEngine(client, subscriber)
+        return SglangDiskEngine(client, subscriber, self._checks)
 
     def reset(self) -> None:
         """An engine that was restarted is an engine like any other."""

@@ -227,7 +227,7 @@ def report(model: Architecture, trainer: Parallel, engine: Parallel, engines: in
     lines = [
         f"{model.name}: {model.shape().total / 1e9:.4g} B parameters, {p.model_bytes / GB:.0f} GB as it travels",
         f"  trainer  {trainer.world} ranks (tp {trainer.tp}, pp {trainer.pp}, ep {trainer.ep}, replicas "
-        f"{trainer.replicas}), peer to peer each sends {p.sent_min / GB:.2f} to {p.sent_max / GB:.2f} GB",
+        f"{trainer.replicas}), peer to peer each sends {_range(p.sent_min, p.sent_max)}",
         f"  engines  {engines} x {engine.world} ranks (tp {engine.tp}, ep {engine.ep}), the largest shard is {shard}",
         f"  peer-to-peer volume {p.peer_bytes / GB:.1f} GB, minimum {p.minimum_bytes / GB:.1f} GB",
         f"  links    network {links.network:g} GB/s a rank, copies {links.copy:g} GB/s, shared disk "
@@ -252,3 +252,8 @@ def report(model: Architecture, trainer: Parallel, engine: Parallel, engines: in
 
 def _row(name: str, volume: str, predicted: str, published: float | None) -> str:
     return f"  {name:14} {volume:32} {predicted:41} {f'{published:.2f} s' if published is not None else '-'}"
+
+
+def _range(least: int, most: int) -> str:
+    low, high = f"{least / GB:.2f}", f"{most / GB:.2f}"
+    return f"{high} GB" if low == high else f"{low} to {high} GB"
