@@ -32,7 +32,8 @@ def test_ranks_on_two_nodes_train_as_on_one_machine_and_one_that_is_killed_costs
 ) -> None:
     there, here = tmp_path / "ray", tmp_path / "local"
     options = ("--pipeline-depth", 0, "--checkpoint-every", 2, *SMALL)
-    process = shell.start("miles-qwen3", "train", "--run-dir", there, "--steps", 6, *options, *on(cluster))
+    peers = ("--sync.transport", "peer")  # both ranks write into the engine, one of them from another node
+    process = shell.start("miles-qwen3", "train", "--run-dir", there, "--steps", 6, *options, *on(cluster), *peers)
     wait_for(lambda: len(records(there)) >= 4, process)
     assert len({raylet_of(log) for log in logs(there)}) == 2, "a rank on each node"
     os.kill(leader(logs(there)[1]), signal.SIGKILL)

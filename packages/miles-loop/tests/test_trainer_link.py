@@ -117,8 +117,9 @@ async def test_weights_come_bucket_by_bucket(client: TrainerClient, service: Ser
 
 
 async def test_errors_have_their_reason(client: TrainerClient, tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match="wrong version"):
+    with pytest.raises(WeightUpdateError, match="wrong version") as refused:
         await client.begin(9)
+    assert refused.value.tensor == "w"
     with pytest.raises(DiskFullError):
         await client.save(Path("/full"))
     with pytest.raises(TrainerFailedError, match="loss is NaN") as caught:
