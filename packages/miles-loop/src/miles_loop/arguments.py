@@ -207,7 +207,7 @@ def layers_for(recipe: Recipe, file: Layer, settings: Layer) -> list[Layer]:
 
 
 def _engine_layer(chosen: Layer) -> Layer:
-    """What goes without saying with a kind of engine: SGLang reads no buckets of shared memory."""
+    """What goes without saying with a kind of engine: a broadcast reaches SGLang wherever it runs."""
     engine = chosen.get("engine", {})
     sglang = isinstance(engine, Mapping) and engine.get("kind") == EngineKind.SGLANG
     return {"sync": {"transport": TransportKind.BROADCAST.value}} if sglang else {}

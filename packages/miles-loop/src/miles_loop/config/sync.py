@@ -52,9 +52,9 @@ class SyncConfig(Section):
     """How new weights reach the engines."""
 
     transport: TransportKind = TransportKind.LOCAL
-    """`local` (shared memory of one machine), `broadcast` (one group of the trainer and all engines; the one for SGLang
-    and for engines on other machines), `peer` (all trainer ranks write into the memory of each engine) or `disk`
-    (changed bytes through a shared folder)."""
+    """`local` (memory of the trainer's machine: files, to SGLang handles), `broadcast` (one group of the trainer and
+    all engines, wherever they are; the default for `rollout.engine = sglang`), `peer` (all trainer ranks write into the
+    memory of each engine) or `disk` (changed bytes through a shared folder)."""
     host: str = "127.0.0.1"
     """broadcast: address of the trainer's machine, as the engines' machines reach it."""
     backend: BroadcastBackend = BroadcastBackend.GLOO
@@ -71,7 +71,7 @@ class SyncConfig(Section):
     bucket_mib: Positive = 512
     """Size in MiB of the buckets that weights travel in."""
     directory: Path = Path("/dev/shm")
-    """Shared-memory mount for the buckets."""
+    """Shared-memory mount for the buckets; SGLang opens those in /dev/shm only."""
     verify: VerifyKind = VerifyKind.DIGESTS
     """SGLang: `digests` holds its checksums of everything it serves against the trainer's, and those of its engines
     against each other; `manifest` takes its word that it has loaded what was named, which saves the time of hashing.
