@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -35,7 +36,7 @@ class EngineConfig(Section):
     """CPU threads of one engine process."""
     dtype: EngineDtype = "float32"
     """Data type of the weights in the engine; `auto` takes the one in the model's config."""
-    max_batch: Positive = 256
+    max_batch: Annotated[int, Field(ge=1, le=65536)] = 256
     """Most sequences sampled at the same time by one engine."""
     max_context: Positive | None = None
     """Longest sequence, prompt included; default: the model's own limit."""

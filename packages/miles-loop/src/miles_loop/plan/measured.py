@@ -94,7 +94,7 @@ def _shape(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[str,
             f"the engine's speed fits the time that groups took in the run; {SHARED:.0%} of a step is taken to grow "
             "with the number of sequences",
             "seconds that environments took in the run count as the engine's",
-            f"training as with the run's {config.runtime.trainer_ranks} trainer rank(s), unless --trainer-ranks is given",
+            f"training as with the run's {config.runtime.trainer_ranks} trainer rank(s), or what --trainer-ranks says",
             "what its driver or rollout workers did for a turn counts as the engine's: set pipeline.handling_s to tell "
             "them apart",
         ],
