@@ -43,7 +43,7 @@ AT_ONCE = {
     "a stop that is nothing": (('--rollout.sampling.stop=["a", ""]',), "an empty string would end every answer"),
     "more engines than ports": (("--engine.replicas", "99999"), "engine.replicas: got '99999'; a machine has ports"),
     "an option twice": (("--steps", "3", "--steps", "4"), "--steps: got '4'; given twice; keep one"),
-    "an endless batch": (("--engine.max_batch", "1000000000"), "engine.max_batch: got '1000000000'; input should be less"),
+    "an endless batch": (("--engine.max_batch", "1000000000"), "engine.max_batch: got '1000000000'; input should be"),
     "threads by the thousand": (("--engine.threads", "99999"), "engine.threads: got 99999; this machine has"),
     "answers by the million": (("--rollout.groups_per_step", "90000000"), "rollout.groups_per_step: got 90000000;"),
     "missing held-out prompts": (("--task.eval_path", "no.jsonl"), "task.eval_path: got 'no.jsonl'; cannot be read"),

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_toy.groups import group
-from loop_toy.recipe import RECIPE
+from loop_toy.recipe import RECIPE, main
 
 from miles_contracts import Group, InvalidFieldError, wire
+from miles_loop import cli
 from miles_loop.arguments import config_for, parse
 from miles_loop.command import TRAIN_FLAGS
 from miles_loop.errors import DiskFullError
+from miles_loop.export import export_model
 from miles_loop.files import is_disk_full, remove_tree, write_atomic
 from miles_loop.run_folder import JsonlWriter, RunFolder, TrajectoryRecorder, read_jsonl, truncate_jsonl
 
@@ -46,6 +48,40 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     folder.create(CONFIG)
     with pytest.raises(InvalidFieldError, match="a run is there"):
         folder.create(CONFIG)
+
+
+def test_a_folder_that_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".lock"))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InvalidFieldError, match="run_dir: got .*; cannot be written: Read-only file system"):
+        RunFolder(tmp_path).lock()
+
+
+def test_an_error_of_the_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/some/where")
+
+    monkeypatch.setattr("miles_loop.export.export_model", denied)
+    assert main(["export", "runs/x", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "miles-toy: /some/where: Permission denied\n"
+    monkeypatch.setattr("miles_loop.report.make_report", denied)
+    assert cli.main(["report", "runs/x"]) == 1
+    assert capsys.readouterr().err == "miles: /some/where: Permission denied\n"
+
+
+def test_an_export_where_nothing_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(CONFIG)
+    folder.unlock()
+    monkeypatch.setattr("miles_loop.export.list_checkpoints", lambda path: [(3, tmp_path)])
+    monkeypatch.setattr("miles_loop.export.read_checkpoint", lambda path: None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidFieldError, match="FOLDER: got .*; cannot be made: Not a directory"):
+        export_model(folder.path, tmp_path / "file" / "model")
 
 
 def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(tmp_path: Path) -> None:

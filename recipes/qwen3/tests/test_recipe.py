@@ -57,3 +57,15 @@ def test_command_line_imports_neither_torch_nor_transformers() -> None:
         "bad = {'torch', 'transformers', 'ray'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_an_interrupt_while_the_command_is_imported_is_no_traceback() -> None:
+    code = (
+        "import builtins, sys; from miles_qwen3 import cli; plain = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name.startswith('miles_loop'): raise KeyboardInterrupt\n"
+        "    return plain(name, *rest)\n"
+        "builtins.__import__ = interrupted; sys.exit(cli.main(['train']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -152,6 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # a folder that may not be read, say
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"miles: {error.filename}: {error.strerror}\n")
+        return 1
 
 
 if __name__ == "__main__":

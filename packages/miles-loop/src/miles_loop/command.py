@@ -81,6 +81,11 @@ def run_command(recipe: Recipe, argv: Sequence[str]) -> int:
         return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
     except BrokenPipeError:
         return EXIT_GOOD
+    except OSError as error:  # a folder that may not be written, say
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"{recipe.command}: {error.filename}: {error.strerror}\n")
+        return EXIT_FAILED
 
 
 def _dispatch(recipe: Recipe, argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from miles_contracts import InvalidFieldError
 from miles_loop.checkpoint import list_checkpoints, read_checkpoint
-from miles_loop.files import disk_errors
+from miles_loop.files import disk_errors, is_disk_full
 from miles_loop.run_folder import RunFolder
 
 
@@ -40,8 +40,13 @@ def export_model(run: Path, target: Path, step: int | None = None) -> int:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(found[chosen] / "hf", temporary)
+            try:
+                temporary.mkdir(parents=True)
+            except OSError as error:
+                if is_disk_full(error):
+                    raise
+                raise InvalidFieldError("FOLDER", str(target), f"cannot be made: {error.strerror}") from error
+            shutil.copytree(found[chosen] / "hf", temporary, dirs_exist_ok=True)
             os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

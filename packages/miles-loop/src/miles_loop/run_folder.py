@@ -205,9 +205,12 @@ class RunFolder:
         """Own the folder until this process ends or `unlock`.
 
         Raises:
-            InvalidFieldError: another process owns it.
+            InvalidFieldError: another process owns it, or nobody may write there.
         """
-        descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InvalidFieldError("run_dir", str(self.path), f"cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
