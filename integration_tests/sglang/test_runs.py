@@ -92,6 +92,8 @@ async def test_engines_that_somebody_else_started(shell: Shell, tmp_path: Path) 
         report = report_of(shell, tmp_path / "run")
         assert (report["status"], report["steps"], report["token_mismatches"]) == ("finished", 4, 0)
         assert report["engine_restarts"] == 0
+        for record in records(tmp_path / "run")[1:]:
+            assert record["perf/update_weights_not_compared"] == 0 < record["perf/update_weights_compared"]
         async with EngineClient(theirs) as sglang, EngineClient(ours) as embedded:
             assert await sglang.weight_version() == await embedded.weight_version() == 4
             params = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
