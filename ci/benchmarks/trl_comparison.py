@@ -3,9 +3,12 @@
     nox -s bench -- trl_comparison [--repeats 3] [--steps 20]
 
 Both run in turn, several times, each from a cold process start; the table shows medians over the repeats and
-ratios (TRL / ours, above 1 is ours better). Memory is the peak of the proportional set size of the whole process
-tree. TRL lives in `.nox/trl`, which the script makes. TRL works in one process, so it is run with one and
-with two threads, and the faster of the two is what ratios refer to. Both may use two cores.
+ratios (TRL / ours, above 1 is ours better). Processor time is that of the whole run, all processes and the start
+included: other work on the machine hardly moves it. Memory is the peak of the whole tree, as proportional set size (a
+page that n processes share counts 1/n in each) and, to compare, as the sum of resident set sizes, which counts such a
+page n times. TRL lives in `.nox/trl`, which the script makes. Memory compares only where both have the same build of
+torch: one for CUDA takes hundreds of MiB more. TRL works in one process, so it is run with one and with two threads,
+and the faster of the two is what ratios refer to. Both may use two cores.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,11 +36,13 @@ PACKAGES = ("torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "datasets", 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: seconds a step (median, first step left out), seconds from start to first step, peak MiB."""
+    """One run: seconds a step (mean, first left out), from start to first step, of processors in all; peaks in MiB."""
 
     step_s: float
     first_step_s: float
+    cpu_s: float
     peak_mib: float
+    peak_rss_mib: float
 
 
 def trl_python() -> str:
@@ -47,6 +53,12 @@ def trl_python() -> str:
         subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder)], check=True)
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), *PACKAGES], check=True)
     return str(python)
+
+
+def torch_build(python: str) -> str:
+    """Version of an interpreter's torch with its build, for example 2.13.0+cpu."""
+    ask = "import torch; print(torch.__version__)"
+    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def tree(root: int) -> list[int]:
@@ -67,30 +79,43 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def memory_mib(root: int) -> float:
-    """Proportional set size of a process tree."""
-    total = 0
+def memory_mib(root: int) -> tuple[float, float]:
+    """Proportional and resident set size of a process tree, each summed over its processes."""
+    total = {"Pss:": 0, "Rss:": 0}
     for pid in tree(root):
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+        for name, value in (line.split()[:2] for line in lines if line.startswith(tuple(total))):
+            total[name] += int(value)
+    return total["Pss:"] / 1024, total["Rss:"] / 1024
 
 
-def measured(command: list[str], **environment: str) -> tuple[str, float, float]:
-    """Run a command; its output, the time it was started, and the peak memory of its tree."""
+@dataclass(frozen=True)
+class Measured:
+    """What a command wrote, when it was started, what it took."""
+
+    output: str
+    started: float
+    cpu_s: float
+    peak_mib: float
+    peak_rss_mib: float
+
+
+def measured(command: list[str], **environment: str) -> Measured:
+    """Run a command and watch its process tree."""
     base = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.time()
     process = subprocess.Popen(
         command, env={**base, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    peak, done = [0.0], threading.Event()
+    peaks, done = [0.0, 0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.25):
-            peak[0] = max(peak[0], memory_mib(process.pid))
+            peaks[:] = map(max, peaks, memory_mib(process.pid))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -99,14 +124,22 @@ def measured(command: list[str], **environment: str) -> tuple[str, float, float]
     thread.join()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{errors[-3000:]}")
-    return output, started, peak[0]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+    return Measured(output, started, cpu_s, *peaks)
 
 
-def outcome(ends: list[float], started: float, peak: float) -> Outcome:
+def outcome(ends: list[float], run: Measured) -> Outcome:
     """Figures from the times at which steps ended."""
     gaps = [b - a for a, b in itertools.pairwise(ends)]
-    # the mean, not the median: asynchronous steps are uneven and their sum is what one waits for
-    return Outcome(step_s=statistics.fmean(gaps), first_step_s=ends[0] - started, peak_mib=peak)
+    return Outcome(
+        # the mean, not the median: asynchronous steps are uneven and their sum is what one waits for
+        step_s=statistics.fmean(gaps),
+        first_step_s=ends[0] - run.started,
+        cpu_s=run.cpu_s,
+        peak_mib=run.peak_mib,
+        peak_rss_mib=run.peak_rss_mib,
+    )
 
 
 def run_trl(python: str, model: Path, scratch: Path, options: argparse.Namespace, seed: int, threads: int) -> Outcome:
@@ -116,8 +149,8 @@ def run_trl(python: str, model: Path, scratch: Path, options: argparse.Namespace
     command += ["--groups", str(options.groups), "--group-size", str(options.group_size)]
     command += ["--new-tokens", str(options.new_tokens), "--lr", "1e-3", "--seed", str(seed)]
     command += ["--threads", str(threads)]
-    output, started, peak = measured(command, HF_HUB_OFFLINE="1", OMP_NUM_THREADS=str(threads))
-    return outcome(json.loads(output.splitlines()[-1])["ends"], started, peak)
+    run = measured(command, HF_HUB_OFFLINE="1", OMP_NUM_THREADS=str(threads))
+    return outcome(json.loads(run.output.splitlines()[-1])["ends"], run)
 
 
 def run_ours(model: Path, scratch: Path, options: argparse.Namespace, seed: int, depth: int) -> Outcome:
@@ -142,9 +175,9 @@ def run_ours(model: Path, scratch: Path, options: argparse.Namespace, seed: int,
     command = [sys.executable, "-m", "miles_qwen3", "train", "--hardware", "cpu", "--plain"]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
-    _, started, peak = measured(command)
+    took = measured(command)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return outcome([r["time"] for r in records if r["step"] > 0], started, peak)
+    return outcome([r["time"] for r in records if r["step"] > 0], took)
 
 
 def median(runs: list[Outcome]) -> Outcome:
@@ -178,13 +211,17 @@ def main() -> None:
                 print(f"  {name}, run {repeat + 1}: {results[name][-1]}", file=sys.stderr)
     # Threads that contend for busy cores can be far slower than one: TRL is taken at its best.
     peer = min((median(results[name]) for name in peers), key=lambda found: found.step_s)
-    print(f"{options.groups} prompts x {options.group_size}, {options.new_tokens} new tokens, {options.steps} steps")
-    print(f"{'':32}{'s/step':>9}{'ratio':>7}{'start to step 1':>17}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}")
+    shape = f"{options.groups} prompts x {options.group_size}, {options.new_tokens} new tokens, {options.steps} steps"
+    builds = f"torch {torch_build(sys.executable)}, TRL's {torch_build(python)}"
+    print(f"{shape}; {builds}; load average {os.getloadavg()[0]:.1f}")
+    print(f"{'':32}{'s/step':>9}{'ratio':>7}{'start to step 1':>17}{'ratio':>7}", end="")
+    print(f"{'cpu s':>8}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}{'as RSS':>8}")
     for name in names:
         ours = median(results[name])
         print(
             f"{name:32}{ours.step_s:9.3f}{peer.step_s / ours.step_s:7.2f}{ours.first_step_s:17.1f}"
-            f"{peer.first_step_s / ours.first_step_s:7.2f}{ours.peak_mib:10.0f}{peer.peak_mib / ours.peak_mib:7.2f}"
+            f"{peer.first_step_s / ours.first_step_s:7.2f}{ours.cpu_s:8.1f}{peer.cpu_s / ours.cpu_s:7.2f}"
+            f"{ours.peak_mib:10.0f}{peer.peak_mib / ours.peak_mib:7.2f}{ours.peak_rss_mib:8.0f}"
         )
 
 

@@ -34,14 +34,16 @@ MODULES = ("miles_rollout.engine", "miles_loop.trainer_process")
 """What is forked."""
 IMPORTS = (
     "transformers.models.auto.modeling_auto",
-    "transformers.modeling_utils",
-    "miles_rollout.engine.server",
+    "transformers.generation.utils",
+    "transformers.modeling_layers",
+    "miles_rollout.engine.cli",
     "miles_rollout.engine.loading",
+    "miles_rollout.engine.server",
     "miles_loop.senders",
     "miles_loop.trainer_team",
-    "miles_trainer",
+    "miles_trainer.trainer",
 )
-"""What those modules import, themselves left out: each runs as `__main__` of its process."""
+"""What those modules import, themselves left out (each runs as `__main__` of its process), and what models import."""
 _PROCESS = "miles_loop.zygote_process"
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Where one of these is, imports may look for devices, and a driver that was asked for them is of no use in a fork."""
