@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from loop_toy.harness import Command
+from loop_toy.harness import Command, alive, children, wait_for
 from loop_toy.recipe import RECIPE, main
 
 from miles_contracts import InvalidFieldError
@@ -147,3 +147,16 @@ def test_every_option_that_a_measurement_reads_is_offered(tmp_path: Path) -> Non
         *("pipeline_depth", "runtime.trainer_ranks", "runtime.trainer_threads", "runtime.step_timeout_s"),
         *("sync.deadline_s", "sync.mode", "sync.transport", "sync.canary", "sync.verify", "trainer.replay.enabled"),
     }
+
+
+def test_a_measurement_that_is_told_to_end_leaves_nothing_behind(fast: Command, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = fast.start("eval", "--evaluation.samples", 4096, TMPDIR=str(scratch))
+    wait_for(lambda: list(scratch.glob("miles-eval-*/logs/engine-0.log")))
+    started = children(process.pid)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(scratch.glob("miles-eval-*")) == []
+    wait_for(lambda: not any(alive(pid) for pid in started))

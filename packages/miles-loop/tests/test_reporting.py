@@ -247,7 +247,7 @@ def test_report_as_json_has_the_names_that_scripts_rely_on(run: RunFolder, capsy
     ("argv", "message"),
     [
         (["reprot"], "did you mean 'report'?"),
-        (["report"], "give one run folder"),
+        (["report"], "give a run folder, or several"),
         (["report", "nowhere"], "no run there"),
         (["report", "x", "--jsn"], "did you mean '--json'?"),
         (["recipes", "--json"], "miles recipes takes no options"),
@@ -333,3 +333,27 @@ def test_progress_estimates_the_time_left() -> None:
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(InvalidFieldError, match="no run there"):
         report.make_report(tmp_path)
+
+
+def test_runs_side_by_side(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = RunFolder(tmp_path / "other")
+    other.create(CONFIG)
+    progress = Progress(steps=5, status=RunStatus.FAILED, reason="bug")
+    progress.counters |= {"trainer_restarts": 2.0, "failure/no luck": 3.0, "failure/bad luck": 1.0}
+    other.write_status(progress.to_status())
+    other.unlock()
+    assert cli.main(["report", str(run.path), str(other.path)]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    table = {cells[0]: cells[1:] for cells in ([c.strip() for c in line if c.strip()] for line in lines)}
+    assert table["folder"] == [str(run.path), str(other.path)]
+    assert table["status"] == ["finished", "failed: bug"]
+    assert table["steps"] == ["2 of 2", "0 of 5"]
+    assert table["held-out reward"] == ["0.200 -> 0.800 (+0.600)", "-"]
+    assert table["trainer restarts"] == ["-", "2"], "only one of them has it"
+    assert table["groups failed"] == ["-", "3: no luck; 1: bad luck"]
+    assert cli.main(["report", str(run.path), str(other.path), "--json"]) == 0
+    assert [r["status"] for r in json.loads(capsys.readouterr().out)] == ["finished", "failed"]
+    assert cli.main(["report", str(run.path), "nowhere"]) == 2
+    assert "RUN: got 'nowhere'; no run there" in capsys.readouterr().err
+    assert cli.main(["report"]) == 2
+    assert "give a run folder, or several to compare" in capsys.readouterr().err

@@ -21,7 +21,7 @@ COMMANDS = ("recipes", "report", "plan", "doctor")
 USAGE = """usage: miles COMMAND
 
   miles recipes             list the installed recipes and their commands
-  miles report RUN [--json] show what a run has achieved, also while it runs
+  miles report RUN [--json] show what a run has achieved, also while it runs; several runs side by side
   miles plan [options]      predict step time, staleness and idle shares of a run; miles plan --help
   miles doctor [--json]     check this machine
 
@@ -29,17 +29,18 @@ A recipe brings its own command, for example: miles-qwen3 train --hardware cpu
 """
 
 PAGES = {
-    "report": """usage: miles report RUN [--json]
+    "report": """usage: miles report RUN [RUN ...] [--json]
 
 Shows what the run in the folder RUN has achieved, also while it runs: how it stands or why it ended, rewards and
-evaluations, what was dropped, the audit of its tokens.
+evaluations, what was dropped, the audit of its tokens. Several runs stand side by side.
 
   RUN               folder of a run (train --run-dir RUN)
-  --json            print one JSON object
+  --json            print one JSON object, or a list of them for several runs
 
 examples:
   miles report runs/first
   miles report runs/first --json
+  miles report runs/first runs/second
 """,
     "doctor": """usage: miles doctor [--json]
 
@@ -89,13 +90,13 @@ def _recipes() -> int:
 def _report(words: Sequence[str], as_json: bool) -> int:
     from miles_loop import report
 
-    if len(words) != 1:
-        raise InvalidFieldError("RUN", list(words), "give one run folder: miles report RUN")
-    found = report.make_report(Path(words[0]))
+    if not words:
+        raise InvalidFieldError("RUN", None, "give a run folder, or several to compare: miles report RUN [RUN ...]")
+    found = [report.make_report(Path(word)) for word in words]
     if as_json:
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(found if len(found) > 1 else found[0]).decode() + "\n")
     else:
-        sys.stdout.write(report.text(found))
+        sys.stdout.write(report.text(found[0]) if len(found) == 1 else report.comparison(found))
     return 0
 
 

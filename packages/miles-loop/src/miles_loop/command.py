@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 import tempfile
 import traceback
@@ -269,8 +270,12 @@ def _eval(recipe: Recipe, parsed: Parsed) -> int:
     check_machine(config, training=False)
     # On a cluster the nodes write their logs there, so it has to be where runs are, not on this machine's own disk.
     where = Path.cwd() if config.runtime.kind is RuntimeKind.RAY else None
-    with tempfile.TemporaryDirectory(prefix="miles-eval-", dir=where) as logs:
-        metrics = asyncio.run(evaluate_model(recipe, config, Path(logs)))
+    before = signal.signal(signal.SIGTERM, _leave)  # so that engines are ended in order, and the folder goes
+    try:
+        with tempfile.TemporaryDirectory(prefix="miles-eval-", dir=where) as logs:
+            metrics = asyncio.run(evaluate_model(recipe, config, Path(logs)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if "json" in parsed.flags:
         sys.stdout.write(msgspec.json.encode({"model": config.model, **metrics}).decode() + "\n")
         return EXIT_GOOD
@@ -278,6 +283,10 @@ def _eval(recipe: Recipe, parsed: Parsed) -> int:
     sys.stdout.write(f"model: {config.model}\n")
     sys.stdout.writelines(f"  {name:<{width}}  {value:.4f}\n" for name, value in sorted(metrics.items()))
     return EXIT_GOOD
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 # -- export -----------------------------------------------------------------------------------------------

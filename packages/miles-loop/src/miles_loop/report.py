@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +291,25 @@ def text(report: Report) -> str:
     width = max(len(label) for label, _ in lines)
     body = "\n".join(f"  {label:<{width}}  {value}" for label, value in lines)
     return body + (f"\n\n{report.message}" if report.message else "") + "\n"
+
+
+def comparison(reports: Sequence[Report]) -> str:
+    """Several runs side by side: a column each, `-` where a run has nothing to say under a label."""
+    columns = [_by_label(report) for report in reports]
+    labels = list(dict.fromkeys(label for report in reports for label, _ in rows(report)))
+    cells = [[label, *(column.get(label, "-") for column in columns)] for label in ["folder", *labels]]
+    # A label that only some runs have would stand in the order of the first run that has it: the folder is the head.
+    cells = [line for index, line in enumerate(cells) if index == 0 or line[0] != "folder"]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(reports) + 1)]
+    return "".join(
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
+        for line in cells
+    )
+
+
+def _by_label(report: Report) -> dict[str, str]:
+    """The rows of a report; texts under one label (failures, say) are joined."""
+    found: dict[str, str] = {}
+    for label, value in rows(report):
+        found[label] = f"{found[label]}; {value}" if label in found else value
+    return found

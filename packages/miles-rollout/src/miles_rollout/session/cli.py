@@ -247,7 +247,13 @@ def _read_token(options: argparse.Namespace) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # before, or beside, the server, which takes the signal itself
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["verify"]:
         from miles_rollout.renderers import verify  # its conversation suite is not needed to serve
 
