@@ -42,6 +42,9 @@ class Engine:
         self.address = url
         self._next: int | None = None
 
+    async def streams_batches(self) -> bool:
+        return False
+
     def _check(self) -> None:
         if self.dead:
             raise EngineUnavailableError(self.url, "dead")
