@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_transports import MANIFEST, SPECS, Client, Sender, connected, sglang
+from transport_doubles import MANIFEST, SPECS, Client, Sender, connected, sglang
 
 from miles_contracts import (
     EngineError,
