@@ -8,18 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from server import sglang_server
 from sglang_models import write_dense, write_moe
 from weight_trainer import Trainer
 
 from miles_contracts import PauseMode, WeightUpdateError
+from miles_loop.expected_checksums import ExpectedChecksums
 from miles_loop.senders import make_sender
+from miles_loop.sglang_checksums import compared, form_of
 from miles_loop.sglang_weights import with_checks
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import BroadcastTransport, DiskTransport, FleetTransport
 from miles_rollout.engine_client import EngineClient
 from miles_sync import FleetFencedError, UpdateReport, update_weights
+from miles_sync.tensors import spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -155,3 +159,33 @@ async def test_a_checkpoint_that_was_loaded_is_compared_and_the_one_before_comes
         assert await sglang.weight_version() == 2
         assert await sglang.weight_checksums() == before
     trainer.sender.close()
+
+
+@pytest.mark.parametrize(("family", "tied"), [("Qwen2", False), ("Llama", True), ("Mistral", False)])
+async def test_other_families_are_kept_as_they_are_described(family: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in model.parameters():  # biases too
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    expected = ExpectedChecksums(tmp_path / "model", [spec_of(n, t) for n, t in weights.items()], 1 << 20)
+    with sglang_server(tmp_path / "model", tmp_path / "log", "--skip-tokenizer-init") as url:
+        async with EngineClient(url) as engine:
+            form = form_of(await engine.server_info())
+            expected.expect(form)
+            assert len(list(expected.tap(weights.items()))) == len(weights)
+            check = compared(url, await engine.weight_checksums(), expected.table(form))
+    expected.close()
+    assert check.not_compared == {}
+    assert check.compared == {"Qwen2": 17, "Llama": 14, "Mistral": 15}[family]
