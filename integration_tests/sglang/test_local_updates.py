@@ -15,11 +15,13 @@ from sglang_models import write_dense
 from test_weight_updates import BUCKET_BYTES, greedy, update, weights_in
 from weight_trainer import Trainer
 
+from miles_contracts import PauseMode
 from miles_loop.senders import make_sender
+from miles_loop.sglang_weights import with_checks
 from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import LocalTransport
 from miles_rollout.engine_client import EngineClient
-from miles_sync import FleetFencedError
+from miles_sync import FleetFencedError, update_weights
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -41,14 +43,20 @@ async def assert_alike(one: EngineClient, other: EngineClient, version: int) -> 
     np.testing.assert_allclose(logprobs, same_logprobs, atol=2e-5)
 
 
+def schedulers() -> set[int]:
+    """Those of every SGLang that this session has started."""
+    return {pid for pid, line in descendants(os.getpid()).items() if "sglang::scheduler" in line}
+
+
 async def test_an_sglang_that_dies_inside_an_update_takes_nothing_from_the_others(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     trainer = Trainer(make_sender(LOCAL), weights_in(folders[0]))
     transport = LocalTransport(trainer)
+    others = schedulers()
     with embedded_engine(folders[0], tmp_path / "embedded.log") as ours:
         with sglang_server(folders[0], tmp_path / "sglang.log", "--weight-version", "0") as theirs:
-            (scheduler,) = [p for p, line in descendants(os.getpid()).items() if "sglang::scheduler" in line]
+            (scheduler,) = schedulers() - others
             async with EngineClient(theirs) as sglang, EngineClient(ours) as embedded:
                 await update(transport, trainer, (sglang, embedded), 1)
                 await assert_alike(sglang, embedded, 1)
@@ -97,3 +105,23 @@ async def test_a_trainer_that_dies_inside_an_update_leaves_an_sglang_that_waits_
             await update(LocalTransport(another), another, (sglang, embedded), 1)
             await assert_alike(sglang, embedded, 1)
             another.sender.close()
+
+
+async def test_each_tensor_parallel_rank_opens_a_handle_of_its_own(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # one core is enough for both
+    trainer = Trainer(make_sender(LOCAL), weights_in(folders[1]))
+    trainer.model = folders[1]  # so that what each rank holds is compared with what it was sent
+    with sglang_server(folders[0], tmp_path / "sglang.log", "--tp", "2", "--weight-version", "0") as url:
+        async with EngineClient(url) as sglang:
+            handles = []
+            trainer.before = lambda bucket: handles.append(len(bucket.handles_of(url)))
+            engines = await LocalTransport(trainer).connect([sglang])
+            report = await update_weights(engines, trainer, version=1, mode=PauseMode.RETRACT, deadline_s=120)
+            assert set(handles) == {2}
+            assert report.num_buckets == len(handles) > 1
+            (check,) = with_checks(report, engines).checks
+            assert (check.compared > 30, check.not_compared) == (True, {})
+            assert await sglang.weight_version() == 1
+    trainer.sender.close()
