@@ -67,6 +67,8 @@ def test_a_stolen_port_does_not_fail_the_run(shell: Shell, tmp_path: Path) -> No
         2,
         "--engine.restarts",
         0,
+        "--runtime.share_imports",  # an interpreter of its own for each engine, which reads the file above
+        "false",
         "--steps",
         2,
         "--evaluation.at_start",
