@@ -28,7 +28,21 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def guards(pid: int) -> list[int]:
     """Guards among the children of a process."""
-    return [c for c in children(pid) if b"miles-guard" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return [child for child in children(pid) if b"miles-guard" in _command_line(child)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+def first_guard(pid: int) -> int:
+    """The guard that a child came with; it may become one only after the child has begun to run."""
+    wait_for(lambda: guards(pid), 60)
+    (found,) = guards(pid)
+    return found
 
 
 async def started(log: Path) -> ChildProcess:
@@ -47,7 +61,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 async def test_a_guard_that_is_killed_is_replaced_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     process = await started(tmp_path / "log")
-    (guard,) = guards(process.pid)
+    guard = first_guard(process.pid)
     with caplog.at_level(logging.WARNING):
         os.kill(guard, signal.SIGKILL)
         await eventually(lambda: guards(os.getpid()))
@@ -64,7 +78,7 @@ async def test_a_guard_that_is_killed_is_replaced_and_told(tmp_path: Path, caplo
 
 async def test_the_substitute_ends_with_the_child_and_does_nothing_to_others(tmp_path: Path) -> None:
     process = await started(tmp_path / "log")
-    os.kill(guards(process.pid)[0], signal.SIGKILL)
+    os.kill(first_guard(process.pid), signal.SIGKILL)
     await eventually(lambda: guards(os.getpid()))
     (substitute,) = guards(os.getpid())
     os.kill(process.pid, signal.SIGKILL)
@@ -81,6 +95,7 @@ async def test_a_guard_that_ends_with_its_child_is_not_missed(
 ) -> None:
     monkeypatch.setattr(guarding, "_SETTLES_S", 0.05)
     process = await started(tmp_path / "log")
+    first_guard(process.pid)
     with caplog.at_level(logging.WARNING):
         if end == "stop":
             await process.stop(5)
@@ -101,7 +116,7 @@ async def test_without_a_shell_it_is_told(
 ) -> None:
     process = await started(tmp_path / "log")
     monkeypatch.setattr(guarding, "_SHELL", "/no/such/shell")
-    os.kill(guards(process.pid)[0], signal.SIGKILL)
+    os.kill(first_guard(process.pid), signal.SIGKILL)
     await eventually(lambda: any("gets no other one" in r.getMessage() for r in caplog.records))
     assert process.running
     await process.stop(5)
@@ -126,7 +141,7 @@ asyncio.run(main())
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     child = int(driver.stdout.readline())
-    os.kill(guards(child)[0], signal.SIGKILL)
+    os.kill(first_guard(child), signal.SIGKILL)
     wait_for(lambda: guards(driver.pid), 60)
     (substitute,) = guards(driver.pid)
     driver.kill()
