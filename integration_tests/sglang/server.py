@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from miles_loop.ports import Port
 from miles_qwen3.hardware import CPU
 from miles_rollout.sglang_launch import SglangOptions, option_arguments
 
@@ -40,17 +40,10 @@ def sglang_python() -> str:
     return path
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def sglang_server(model: Path, log: Path, *options: str) -> Iterator[str]:
     """The URL of a ready server for `model`; its output goes to `log`, all its processes end with the block."""
-    port = free_port()
+    port = Port("127.0.0.1")
     environment = {
         **os.environ,
         "PYTHONPATH": str(STUBS),
@@ -60,32 +53,34 @@ def sglang_server(model: Path, log: Path, *options: str) -> Iterator[str]:
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sglang_python(), "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_OPTIONS, *options]
+    command += ["--host", "127.0.0.1", "--port", str(port.number), *CPU_OPTIONS, *options]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
-        _wait_ready(process, f"http://127.0.0.1:{port}/model_info", log)
-        yield f"http://127.0.0.1:{port}"
+        _wait_ready(process, f"{port.url}/model_info", log)
+        yield port.url
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        port.close()
 
 
 @contextmanager
 def embedded_engine(model: Path, log: Path) -> Iterator[str]:
     """The URL of a ready embedded engine for `model`, in a process of its own."""
-    port = free_port()
+    port = Port("127.0.0.1")
     command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(model), "--weight-version", "0"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port.number)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        _wait_ready(process, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}"
+        _wait_ready(process, f"{port.url}/health", log)
+        yield port.url
     finally:
         process.kill()
         process.wait()
+        port.close()
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +20,7 @@ from miles_contracts import (
     WeightManifest,
     WeightUpdateError,
 )
+from miles_loop.ports import Port
 from miles_rollout.engine_client import EngineClient
 from miles_sync import (
     Expect,
@@ -63,15 +63,16 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, su
     folder = tmp_path_factory.mktemp("model")
     make_model(0).save_pretrained(folder)
     started: dict[str, subprocess.Popen[bytes]] = {}
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+    ports = [Port("127.0.0.1") for _ in range(2)]
+    for port in ports:
         command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(folder), "--weight-version", "0"]
-        started[f"http://127.0.0.1:{port}"] = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)])
+        started[port.url] = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port.number)])
     yield started
     for process in started.values():
         process.kill()
         process.wait()
+    for port in ports:
+        port.close()
 
 
 @pytest.fixture

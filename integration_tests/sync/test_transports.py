@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from weight_trainer import JointSenders, Trainer
 from miles_contracts import EngineError, GroupRequest, InvalidFieldError, PauseMode, WeightUpdateError
 from miles_loop.audit import EngineRecords
 from miles_loop.fleet import Fleet
+from miles_loop.ports import Port
 from miles_loop.processes import ChildProcess, ProcessSpec
 from miles_loop.senders import make_sender
 from miles_loop.trainer_link import SenderSettings
@@ -27,6 +27,8 @@ TRANSPORTS = ["local", "broadcast", "peer-tcp", "peer-shared", "joint-tcp", "dis
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 HANG_S = 1200.0
 """A transport that waits for a dead engine until its own timeout would exceed what a test may take."""
+_KEPT: list[Port] = []
+"""Ports of the engines: nobody else is given them, as in a run."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,12 @@ def make_trainer(kind: str, folder: Path) -> Trainer:
 
 
 def engine_process(folder: Path, logs: Path, number: int) -> tuple[EngineClient, ChildProcess]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = ("--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port), "--weight-version", "0")
+    port = Port("127.0.0.1")
+    _KEPT.append(port)
+    where = ("--host", "127.0.0.1", "--port", str(port.number))
+    arguments = ("--model-path", str(folder), *where, "--weight-version", "0")
     spec = ProcessSpec(name=f"engine-{number}", module="miles_loop.engine_process", arguments=arguments)
-    return EngineClient(f"http://127.0.0.1:{port}"), ChildProcess(spec, logs / f"engine-{number}.log")
+    return EngineClient(port.url), ChildProcess(spec, logs / f"engine-{number}.log")
 
 
 class Scene:
