@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -26,22 +27,33 @@ _AWAY = 500
 
 
 def _fork(request: Request, received: list[int], connection: socket.socket) -> int:
-    """Fork the child by way of a process that ends at once; its process id."""
+    """Fork the child by way of a process that ends at once; its process id.
+
+    The child begins when it is the driver's: until then its parent's id would be of a process that nobody knows.
+    """
     read_end, write_end = os.pipe()
+    go_read, go_write = os.pipe()
     middle = os.fork()
     if middle == 0:
         pid = os.fork()
         if pid == 0:
-            os.close(read_end)
-            os.close(write_end)
+            for descriptor in (read_end, write_end, go_write):
+                os.close(descriptor)
             connection.close()
+            if not os.read(go_read, 1):
+                os._exit(1)  # the zygote is gone
+            os.close(go_read)
             _become(request, received)
         os.write(write_end, pid.to_bytes(4, "little"))
         os._exit(0)
     os.close(write_end)
+    os.close(go_read)
     told = os.read(read_end, 4)
     os.close(read_end)
     os.waitpid(middle, 0)  # from now on the child is the driver's
+    with contextlib.suppress(BrokenPipeError):
+        os.write(go_write, b"g")
+    os.close(go_write)
     if not told:
         raise OSError("the second fork failed")
     return int.from_bytes(told, "little")
