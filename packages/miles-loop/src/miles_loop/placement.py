@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from miles_loop.config import EvaluationMode, RouterKind, RunConfig, RuntimeKind, TransportKind
 from miles_loop.ray_runtime.placement import Bundle, plan
+from miles_loop.runtime import worth_a_zygote
 from miles_loop.sizes import (
     ROUTER_MIB,
     WORKER_MIB,
@@ -217,6 +218,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _sums(config: RunConfig, rows: Sequence[Row], model: ModelSize | None, machine: Machine) -> list[str]:
     here = [row for row in rows if row.here and row.threads is not None]
     lines = [_memory(here, model, machine)]
+    if worth_a_zygote(config):
+        lines.append("  trainer and engines share their imports, which are counted for each of them here")
     threads = sum(row.count * (row.threads or 0) for row in here[1:])
     if machine.cpus is not None:
         crowded = "; they will take turns" if threads > machine.cpus else ""
