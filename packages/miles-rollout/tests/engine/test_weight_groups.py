@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -363,4 +364,35 @@ async def test_an_engine_can_be_given_other_ways_for_weights_to_come(models, ser
     await engine.client.begin_weight_update("u", update.manifest)
     await engine.client.weight_call(DISTRIBUTED, {"update_id": "u", "folder": str(models("qwen3", 1))}, "parcels")
     await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1
+
+
+async def test_a_transfer_that_comes_after_its_rollback_is_not_held_against_the_next_update(models, serve) -> None:
+    asked, told = threading.Event(), threading.Event()
+
+    class LateParcels(Parcels):
+        """Bring their tensors when they are told to, and who leaves does not hurry them."""
+
+        def receive(self, bucket: dict[str, Any]) -> list[Arrival]:
+            asked.set()
+            assert told.wait(60)
+            return super().receive(bucket)
+
+    engine = await serve(models("qwen3", 0), groups={"parcels": LateParcels})
+    before = await engine.client.generate(PROMPT, GREEDY)
+    update = plan_update(models("qwen3", 1), 1)
+    request = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2, "backend": "parcels"}
+    body = {"folder": str(models("qwen3", 1)), "last": False}
+    await engine.client.weight_call("/init_weights_update_group", request, "joining")
+    await engine.client.begin_weight_update("u", update.manifest)
+    call = asyncio.create_task(engine.client.weight_call(DISTRIBUTED, {**body, "update_id": "u"}, "parcels"))
+    await asyncio.to_thread(asked.wait, 60)
+    await engine.client.rollback_weight_update("u")
+    told.set()
+    await call
+    await assert_serves_old(engine, before)
+    await engine.client.weight_call("/init_weights_update_group", request, "joining")
+    await engine.client.begin_weight_update("v", update.manifest)
+    await engine.client.weight_call(DISTRIBUTED, {**body, "update_id": "v"}, "parcels")
+    await engine.client.commit_weight_update("v")
     assert await engine.client.weight_version() == 1

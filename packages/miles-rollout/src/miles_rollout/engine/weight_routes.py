@@ -40,7 +40,7 @@ class WeightRoutes:
         self._joined: WeightGroups | None = None
         self._turn = asyncio.Lock()
         self._receiving: str | None = None
-        self._verifying: asyncio.Task[None] | None = None
+        self._verifying: tuple[str, asyncio.Task[None]] | None = None  # update id
         self._in_order = InOrder()
 
     def add_to(self, app: web.Application) -> None:
@@ -112,17 +112,18 @@ class WeightRoutes:
     async def _receive(self, update_id: str, index: int, body: dict[str, Any]) -> None:
         async with self._turn:
             if self._in_order.is_over(update_id, index):
-                return await self._verified()  # sent again
+                return await self._verified(update_id)  # sent again
             updates, name = self._core.updates, body.get("group_name", "weight_update_group")
             self._receiving = name
             try:
                 try:
                     updates.require_open(update_id)
                 except MilesError:
-                    await self._verified()  # what the transfer before brought may be why it is not open any more
+                    # What the transfer before brought may be why it is not open any more.
+                    await self._verified(update_id)
                     raise
                 arrivals = await asyncio.to_thread(lambda: self._groups.receive(body))
-                await self._verified()
+                await self._verified(update_id)
             except BaseException:
                 await self._leave(name)
                 updates.rollback(update_id)
@@ -131,18 +132,20 @@ class WeightRoutes:
             finally:
                 self._receiving = None
             self._in_order.over(update_id, index)
-            self._verifying = asyncio.create_task(self._verify(update_id, arrivals))
+            self._verifying = update_id, asyncio.create_task(self._verify(update_id, arrivals))
             if body.get("last", True):
-                await self._verified()
+                await self._verified(update_id)
 
     async def _verify(self, update_id: str, arrivals: Sequence[Arrival]) -> None:
         await asyncio.to_thread(self._core.updates.load_arrivals, update_id, arrivals)
 
-    async def _verified(self) -> None:
+    async def _verified(self, update_id: str) -> None:
         """Wait until what has come is verified."""
-        task, self._verifying = self._verifying, None
-        if task is not None:
-            await task
+        if self._verifying is None:
+            return
+        (owner, task), self._verifying = self._verifying, None
+        # What came after its update was rolled back is refused, which says nothing of the update after it.
+        await (task if owner == update_id else asyncio.gather(task, return_exceptions=True))
 
     @property
     def _groups(self) -> WeightGroups:
@@ -166,7 +169,7 @@ class WeightRoutes:
             raise InvalidFieldError("commit", commit, "use true or false")
         self._in_order.end(update_id)
         if commit:
-            await self._verified()
+            await self._verified(update_id)
             await self._on_model(lambda: self._core.commit_update(update_id))
             message = "committed"
         else:
@@ -174,7 +177,7 @@ class WeightRoutes:
                 # Whoever is in a transfer waits for the sender, which may never come.
                 await self._leave(self._receiving)
             with contextlib.suppress(MilesError):
-                await self._verified()
+                await self._verified(update_id)
             await asyncio.to_thread(self._core.updates.rollback, update_id)
             message = "rolled back"
         version = self._core.weight_version
