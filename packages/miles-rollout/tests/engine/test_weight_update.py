@@ -211,12 +211,37 @@ async def test_overlapping_and_missing_pieces(models, serve, tmp_path: Path) -> 
 
 async def test_one_update_at_a_time(models, serve) -> None:
     engine = await serve(models("qwen3"))
-    manifest = plan_update(models("qwen3", 1), 1).manifest
-    await engine.client.begin_weight_update("u", manifest)
-    with pytest.raises(EngineError, match="'u' is open"):
-        await engine.client.begin_weight_update("v", manifest)
+    await engine.client.begin_weight_update("u", plan_update(models("qwen3", 1), 1).manifest)
     with pytest.raises(EngineError, match="'u' is open"):
         await engine.client.load_from_disk(models("qwen3", 1), 1)
+
+
+async def test_an_update_is_begun_once_however_often_it_is_asked_for(models, serve, tmp_path: Path) -> None:
+    engine, update = await serve(models("qwen3")), plan_update(models("qwen3", 1), 1)
+    await send(engine, update, tmp_path)
+    await engine.client.begin_weight_update("u", update.manifest)
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1
+
+
+async def test_an_update_whose_driver_has_died_is_forgotten_when_the_next_one_begins(
+    models, serve, tmp_path: Path
+) -> None:
+    engine, update = await serve(models("qwen3")), plan_update(models("qwen3", 1), 2)
+    before = await engine.client.generate(PROMPT, GREEDY)
+    await send(engine, plan_update(models("qwen3", 1), 1), tmp_path, "of a dead driver")
+    wrong = WeightManifest(version=1, tensors=update.manifest.tensors[1:])
+    with pytest.raises(EngineError, match="not in the update"):
+        await engine.client.begin_weight_update("u", wrong)
+    await engine.client.begin_weight_update("u", update.manifest)
+    with pytest.raises(EngineError, match="'of a dead driver' is not open"):
+        await engine.client.commit_weight_update("of a dead driver")
+    with pytest.raises(EngineError, match="never arrived"):
+        await engine.client.commit_weight_update("u")
+    await assert_serves_old(engine, before)
+    await send(engine, update, tmp_path, "v")
+    await engine.client.commit_weight_update("v")
+    assert await engine.client.weight_version() == 2
 
 
 async def test_bodies_that_are_not_updates(shared_engine) -> None:

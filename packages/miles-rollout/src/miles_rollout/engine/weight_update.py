@@ -70,12 +70,16 @@ class WeightUpdates:
     # -- transaction --------------------------------------------------------------------------------------------
 
     def begin(self, update_id: str, manifest: WeightManifest) -> None:
-        """Open an update after checking that the manifest describes this model."""
+        """Open an update after checking that the manifest describes this model.
+
+        Opening the same one again changes nothing. Another one that is still open is forgotten: whoever began it has
+        died, or it would have been ended.
+        """
         with self._lock:
-            if self._update_id is not None:
-                reason = f"update {self._update_id!r} is open; end it first (commit: false forgets it)"
-                raise WeightUpdateError(reason)
+            if self._update_id == update_id:
+                return
             self._check(manifest.tensors)
+            self._forget()
             self._staged = StagedWeights(self.layout, {t.name: t for t in manifest.tensors}, self._spare)
             self._manifest, self._update_id, self._pieces = manifest, update_id, {}
 
