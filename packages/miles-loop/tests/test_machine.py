@@ -8,6 +8,7 @@ import pytest
 from miles_contracts import InvalidFieldError
 from miles_loop.config import RunConfig
 from miles_loop.machine import FORKED_MIB, TORCH_MIB, WORKER_MIB, available_mib, check_room, check_threads
+from miles_loop.runtime import worth_a_zygote
 from miles_loop.zygote import can_fork
 
 
@@ -85,6 +86,24 @@ def test_what_is_shared_is_not_asked_for_by_each() -> None:
     check_room(wanted, 10 * FORKED_MIB)
     with pytest.raises(InvalidFieldError, match="each takes at least 40 MiB"):
         check_room(wanted, 10 * FORKED_MIB - 1)
+
+
+@pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
+@pytest.mark.parametrize(
+    ("sections", "worth"),
+    [
+        ({}, True),
+        ({"runtime": {"share_imports": False}}, False),
+        ({"runtime": {"trainer_threads": 2}, "engine": {"threads": 2}}, False),
+        ({"engine": {"threads": 2}}, False),
+        ({"engine": {"threads": 2}, "runtime": {"trainer_ranks": 2}}, True),
+        ({"engine": {"urls": ["http://e:1"]}}, False),
+        ({"sync": {"transport": "peer"}}, False),
+    ],
+)
+def test_a_zygote_is_started_only_for_what_it_can_fork(sections: dict[str, Any], worth: bool) -> None:
+    runtime = {"share_imports": True, **sections.get("runtime", {})}
+    assert worth_a_zygote(config(**{**sections, "runtime": runtime})) is worth
 
 
 def test_processes_elsewhere_need_no_memory_here() -> None:

@@ -35,7 +35,7 @@ from miles_loop.sglang_engine import require_sglang, sglang_spec
 from miles_loop.sync_parts import canary_of, engine_module, make_transport, sender_settings
 from miles_loop.trainer_client import TrainerClient
 from miles_loop.trainer_group import TRAINER, TrainerGroup, rank_name
-from miles_loop.zygote import Zygote, can_fork
+from miles_loop.zygote import MODULES, Zygote, can_fork
 from miles_rollout.engine_client import Deadlines, EngineClient
 from miles_rollout.engine_identity import EngineKind
 from miles_rollout.router import Router
@@ -96,11 +96,16 @@ def require_runtime(config: RunConfig) -> None:
 
 
 def worth_a_zygote(config: RunConfig) -> bool:
-    """Whether a run has two processes or more here that a zygote can fork."""
+    """Whether a run has two processes or more here that a zygote can fork.
+
+    With several threads none can be: numerical libraries start theirs when they are imported, and a fork lacks them.
+    """
     if config.runtime.kind is not RuntimeKind.LOCAL or not config.runtime.share_imports or not can_fork():
         return False
-    embedded = config.engine.kind is EngineKind.EMBEDDED and not config.engine.urls
-    return config.runtime.trainer_ranks + (config.engine.replicas if embedded else 0) > 1
+    engine = config.engine
+    embedded = engine.kind is EngineKind.EMBEDDED and not engine.urls and engine_module(config) in MODULES
+    ranks = config.runtime.trainer_ranks if config.runtime.trainer_threads == 1 else 0
+    return bool(ranks) and ranks + (engine.replicas if embedded and engine.threads == 1 else 0) > 1
 
 
 def make_host(

@@ -83,7 +83,7 @@ class RuntimeConfig(Section):
     """A rollout worker that says nothing for this long is killed and started again."""
     share_imports: bool = True
     """Fork engines and trainer from one process that has imported what they need, where the machine allows it (Linux,
-    no accelerator): they start sooner and share that memory."""
+    no accelerator): they start sooner and share that memory. Only processes of one thread are forked."""
     step_timeout_s: Seconds = 3600.0
     """Deadline for one optimiser step, and for one batch of groups."""
     stop_timeout_s: Seconds = 10.0
