@@ -167,21 +167,27 @@ class WeightRoutes:
         commit = body.get("commit", True)
         if not isinstance(commit, bool):
             raise InvalidFieldError("commit", commit, "use true or false")
-        self._in_order.end(update_id)
-        if commit:
-            await self._verified(update_id)
-            await self._on_model(lambda: self._core.commit_update(update_id))
-            message = "committed"
-        else:
-            if self._receiving is not None:
-                # Whoever is in a transfer waits for the sender, which may never come.
-                await self._leave(self._receiving)
-            with contextlib.suppress(MilesError):
-                await self._verified(update_id)
-            await asyncio.to_thread(self._core.updates.rollback, update_id)
-            message = "rolled back"
+        try:
+            message = await (self._commit(update_id) if commit else self._roll_back(update_id))
+        finally:
+            # Not earlier: a transfer that waits for its turn would find the update open, and wait in its collective.
+            self._in_order.end(update_id)
         version = self._core.weight_version
         return json_response({"success": True, "message": message, "weight_version": version})
+
+    async def _commit(self, update_id: str) -> str:
+        await self._verified(update_id)
+        await self._on_model(lambda: self._core.commit_update(update_id))
+        return "committed"
+
+    async def _roll_back(self, update_id: str) -> str:
+        if self._receiving is not None:
+            # Whoever is in a transfer waits for the sender, which may never come.
+            await self._leave(self._receiving)
+        with contextlib.suppress(MilesError):
+            await self._verified(update_id)
+        await asyncio.to_thread(self._core.updates.rollback, update_id)
+        return "rolled back"
 
     async def from_disk(self, request: web.Request) -> web.Response:
         """POST /update_weights_from_disk {model_path, weight_version}."""
