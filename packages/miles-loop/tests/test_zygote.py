@@ -104,6 +104,43 @@ async def test_it_inherits_its_socket_under_the_number_that_it_is_told(zygote: Z
     assert process.tail() == "hello"
 
 
+async def test_it_is_guarded_where_its_driver_has_hundreds_of_files_open(zygote: Zygote, tmp_path: Path) -> None:
+    opened = []
+    while not opened or opened[-1] < 500:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+    process = forked(zygote, "sleeps", tmp_path / "log")
+    try:
+        await process.start()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    assert isinstance(process._process, Adopted)
+    while "hello" not in process.tail():
+        assert process.running
+    (guard,) = children(process.pid)
+    process.close_pipe()  # as the end of the driver would
+    wait_for(lambda: not alive(guard))
+    assert "killed by SIGKILL" in (await process.died()).how
+
+
+async def test_one_that_gives_no_answer_is_given_up(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer may yet come, and would be taken for the one to the next request."""
+    first = forked(zygote, "says", tmp_path / "first")
+    await first.start()
+    monkeypatch.setattr(module, "_FORK_S", 0.05)
+    os.kill(zygote._process.pid, signal.SIGSTOP)
+    second = forked(zygote, "says", tmp_path / "second")
+    await second.start()
+    assert not isinstance(second._process, Adopted)
+    assert "process says is started without the zygote: timed out" in caplog.text
+    assert not alive(zygote._process.pid)
+    for process in (first, second):
+        assert (await process.died()).how == "ended with status 0"
+        assert len(process.log.read_text().splitlines()) == 3
+
+
 def test_it_does_not_outlive_its_driver(tmp_path: Path) -> None:
     driver = f"""
 import asyncio

@@ -134,6 +134,9 @@ class Zygote:
             return Adopted(self._fork(spec, log, passed))
         except (OSError, msgspec.MsgspecError, ZygoteError) as error:
             _log.warning("process %s is started without the zygote: %s", spec.name, error)
+            if not isinstance(error, ZygoteError):
+                # What it says or forks later would be taken for the answer to another request.
+                self.close()
             return None
 
     async def _is_ready(self) -> bool:

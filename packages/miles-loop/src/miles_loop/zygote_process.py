@@ -22,8 +22,6 @@ from miles_loop.zygote import Reply, Request
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux."""
 _MAX_REQUEST, _MAX_DESCRIPTORS = 1 << 20, 16
-_AWAY = 500
-"""Received descriptors are moved up here first: they may have come under each other's final numbers."""
 
 
 def _fork(request: Request, received: list[int], connection: socket.socket) -> int:
@@ -35,17 +33,19 @@ def _fork(request: Request, received: list[int], connection: socket.socket) -> i
     go_read, go_write = os.pipe()
     middle = os.fork()
     if middle == 0:
-        pid = os.fork()
-        if pid == 0:
-            for descriptor in (read_end, write_end, go_write):
-                os.close(descriptor)
-            connection.close()
-            if not os.read(go_read, 1):
-                os._exit(1)  # the zygote is gone
-            os.close(go_read)
-            _become(request, received)
-        os.write(write_end, pid.to_bytes(4, "little"))
-        os._exit(0)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                for descriptor in (read_end, write_end, go_write):
+                    os.close(descriptor)
+                connection.close()
+                if not os.read(go_read, 1):
+                    os._exit(1)  # the zygote is gone
+                os.close(go_read)
+                _become(request, received)
+            os.write(write_end, pid.to_bytes(4, "little"))
+        finally:
+            os._exit(0)  # whatever happens, there is one zygote
     os.close(write_end)
     os.close(go_read)
     told = os.read(read_end, 4)
@@ -64,10 +64,12 @@ def _become(request: Request, received: list[int]) -> NoReturn:
     status = 1
     try:
         os.setsid()
-        away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _AWAY) for descriptor in received]
+        numbers = [1, *request.descriptors]
+        # Out of the way first: they may have come under each other's final numbers.
+        away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(numbers) + 1) for descriptor in received]
         for descriptor in received:
             os.close(descriptor)
-        for descriptor, number in zip(away, [1, *request.descriptors], strict=True):
+        for descriptor, number in zip(away, numbers, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
         os.dup2(1, 2)
