@@ -47,6 +47,12 @@ ADMITTED = {
 """What a handle may name: all of it is in the list of SGLang 0.5.23's own unpickler."""
 
 
+@pytest.fixture(autouse=True)
+def folder_for_torchs_own_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only here torch passes on host memory that is not ours, by a manager of its own: its socket's path is limited."""
+    monkeypatch.setenv("TMPDIR", "/tmp")
+
+
 class Reader:
     """`handle_reader`, started as a program of its own."""
 

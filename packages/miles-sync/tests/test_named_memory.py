@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def test_a_manager_that_does_not_start_is_named(
     monkeypatch.setattr(named_memory, "_MANAGER", manager)
     with pytest.raises(WeightUpdateError, match=message):
         NamedMemory().over(pool.take(4096))
+
+
+def test_a_folder_for_temporary_files_may_be_too_deep_for_a_socket(
+    pool: SegmentPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    named = NamedMemory()
+    assert len(named.over(pool.take(4096))) > 0
+    assert not list(deep.iterdir())
+    named.close()
 
 
 MANAGER_DIES = """

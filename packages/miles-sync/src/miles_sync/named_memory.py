@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,9 @@ MOUNT = Path("/dev/shm")
 _HOLDERS = 1 << 24
 """Torch removes the file when its count comes to zero. The file is ours to remove, so it never does: every reader
 counts itself in and out, and is counted out once more for the reference that it was sent."""
+
+_LONGEST_FOLDER = 70
+"""The manager's socket lies some 30 characters below a folder for temporary files, and its name has 107 at most."""
 
 _MANAGER = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
 
@@ -114,6 +118,7 @@ def _start_manager() -> tuple[subprocess.Popen[bytes], bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
+            env={**os.environ, "TMPDIR": _folder()},
             start_new_session=True,
         )
     except OSError as error:
@@ -126,3 +131,11 @@ def _start_manager() -> tuple[subprocess.Popen[bytes], bytes]:
         reason = address.decode(errors="replace").removeprefix("ERROR: ") or f"status {manager.returncode}"
         raise WeightUpdateError(f"torch_shm_manager gives no socket ({reason}); point TMPDIR to a short, writable path")
     return manager, address
+
+
+def _folder() -> str:
+    """Where the manager puts its socket: the folder for temporary files, or a shorter one when that is too deep."""
+    usual = tempfile.gettempdir()
+    if len(usual) <= _LONGEST_FOLDER:
+        return usual
+    return next((folder for folder in ("/tmp", "/var/tmp", str(MOUNT)) if os.access(folder, os.W_OK)), usual)
