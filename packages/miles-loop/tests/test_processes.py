@@ -83,6 +83,17 @@ async def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
         await process.start()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc here")
+async def test_a_child_that_could_not_be_started_leaves_nothing_open(tmp_path: Path) -> None:
+    process = ChildProcess(spec("sleeps"), tmp_path / "no folder" / "log")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            await process.start()
+    await process.stop(5)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_a_stopped_child_has_not_died(tmp_path: Path) -> None:
     process = await started("sleeps", tmp_path / "log", "hello")
     died = asyncio.create_task(process.died())

@@ -239,6 +239,9 @@ async def test_an_sglang_that_has_loaded_something_else_goes_back_or_does_not_se
     assert await engine.weight_version() is None
     with pytest.raises(WeightUpdateError, match="must not serve"):
         await engine.resume()
+    await engine.begin_weight_update("u3", WeightManifest(version=3, tensors=()))
+    await engine.rollback_weight_update("u3")  # which loads nothing
+    assert await engine.weight_version() is None
     client.checksums = {"a": "1"}
     await engine.rollback_weight_update("u2")
     assert client.loaded[-1] == ("p1", 1)

@@ -213,6 +213,23 @@ async def test_sglang_goes_back_before_the_first_bucket_and_never_after_it() -> 
         await engine.resume()
 
 
+async def test_a_session_of_an_update_that_could_not_begin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, sender = sglang(), Sender()
+    (engine,) = await connected(BroadcastTransport(sender), client)
+
+    async def gone(update_id: str, form: object) -> None:
+        raise EngineUnavailableError("http://s", "the trainer is gone")
+
+    monkeypatch.setattr(sender, "expect_checksums", gone)
+    with pytest.raises(EngineUnavailableError):
+        await engine.begin_weight_update("u", MANIFEST)
+    assert client.session
+    await engine.rollback_weight_update("u")
+    assert not client.session
+    await engine.rollback_weight_update("u")
+    await engine.resume()
+
+
 async def test_a_commit_whose_answer_was_lost_is_repeated_to_its_end() -> None:
     client = sglang()
     (engine,) = await connected(BroadcastTransport(Sender()), client)

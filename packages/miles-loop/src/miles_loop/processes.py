@@ -250,6 +250,7 @@ class ChildProcess:
         self._stopping = True
         if self._process is None:
             self._let_go()
+            self.close_pipe()
             return
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ class SglangDiskEngine(DiskEngine):
     def __init__(self, client: EngineClient, subscriber: DeltaSubscriber, checks: TrainerChecks) -> None:
         super().__init__(client, subscriber)
         self._client, self._checks = client, checks
-        self._condemned = False
+        self._condemned = ""  # the update with which it has loaded something else
 
     @property
     def check(self) -> WeightCheck | None:
@@ -59,11 +59,12 @@ class SglangDiskEngine(DiskEngine):
             WeightUpdateError: names the parameter that differs.
         """
         await super().commit_weight_update(update_id)
-        self._condemned = True
+        self._condemned = update_id
         await self._checks.verify(self._client, update_id)
-        self._condemned = False
+        self._condemned = ""
 
     async def rollback_weight_update(self, update_id: str) -> None:
         """Drop the update; after a commit, let the engine load the version before, if this host had one."""
         await super().rollback_weight_update(update_id)
-        self._condemned = False
+        if self._condemned == update_id:
+            self._condemned = ""

@@ -181,7 +181,8 @@ class SglangEngine(EngineProxy):
         Raises:
             WeightUpdateError: tensors of the update are in already, or it is committed.
         """
-        if self._open is not None and self._open[0] == update_id:
+        if self._open is None or self._open[0] == update_id:
+            # Without an open update there may be a session whose beginning failed after that.
             self._open = None
             await self._close_session()
         if self._overwritten or self._committed == update_id:
