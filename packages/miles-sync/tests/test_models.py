@@ -92,6 +92,18 @@ def test_shapes_that_are_not_known_are_refused(config: dict[str, object], says: 
         architecture_of("x", known_models()["qwen3-8b"] | config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("decoder_sparse_step", 2), ("moe_layer_freq", [0, 1, 1]), ("mlp_only_layers", [0])]
+)
+def test_experts_in_some_layers_only_are_refused(key: str, value: object) -> None:
+    known = known_models()
+    with pytest.raises(InvalidFieldError, match=f"{key} = .*in some of its layers only"):
+        architecture_of("x", known["qwen3-30b-a3b"] | {key: value})
+    plain = {"decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
+    assert architecture_of("x", known["qwen3-30b-a3b"] | plain).dense_layers == 0
+    assert architecture_of("x", known["qwen3-8b"] | {key: value}).experts == 0
+
+
 def test_models_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidFieldError, match="did you mean 'qwen3-32b'"):
         find_model("qwen3-31b").shape()

@@ -31,6 +31,8 @@ _UNKNOWN = (
     "hybrid_override_pattern",
 )
 """Keys of attention that this module does not know."""
+_EVERY_LAYER = {"decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
+"""Keys that say which layers have experts, with the value for all of them but the first `first_k_dense_replace`."""
 
 
 class Cut(StrEnum):
@@ -288,7 +290,8 @@ def architecture_of(name: str, config: Mapping[str, Any]) -> Architecture:
     """What a configuration describes.
 
     Raises:
-        InvalidFieldError: a key is missing, or the attention is of a kind that is not known.
+        InvalidFieldError: a key is missing, the attention is of a kind that is not known, or the layers with experts
+            are not the last ones.
     """
     kinds = {kind for kind in config.get("layer_types") or () if kind not in ("full_attention", "sliding_attention")}
     strange = sorted(kinds | {key for key in _UNKNOWN if config.get(key)})
@@ -297,6 +300,9 @@ def architecture_of(name: str, config: Mapping[str, Any]) -> Architecture:
     need = _Config(name, config)
     hidden, layers = need("hidden_size"), need("num_hidden_layers")
     mixture = next((k for k in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(k)), None)
+    for key, plain in _EVERY_LAYER.items():
+        if mixture and config.get(key) not in (None, plain):
+            raise InvalidFieldError("model", f"{key} = {config[key]}", f"{name} has experts in some of its layers only")
     dense = layers if mixture is None else need("first_k_dense_replace", 0)
     inner = need("moe_intermediate_size") if mixture else 0
     shared = need("n_shared_experts", 0) * inner + need("shared_expert_intermediate_size", 0) if mixture else 0

@@ -7,7 +7,6 @@ calls; empty reasoning is None. Fields that do not reach a prompt (the `index` o
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,11 +120,6 @@ def _call(wire: _WireCall) -> ToolCall:
         type=wire.type,
         function=FunctionCall(name=wire.function.name, arguments=arguments or ""),
     )
-
-
-def new_call_id() -> str:
-    """An id for a tool call, for families whose text carries none."""
-    return f"call_{secrets.token_hex(8)}"
 
 
 def shorten(value: object, limit: int = 80) -> str:
