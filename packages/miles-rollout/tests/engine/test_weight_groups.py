@@ -396,3 +396,38 @@ async def test_a_transfer_that_comes_after_its_rollback_is_not_held_against_the_
     await engine.client.weight_call(DISTRIBUTED, {**body, "update_id": "v"}, "parcels")
     await engine.client.commit_weight_update("v")
     assert await engine.client.weight_version() == 1
+
+
+async def test_the_next_transfer_comes_while_the_one_before_is_verified(models, serve) -> None:
+    update, second = plan_update(models("qwen3", 1), 1), threading.Event()
+
+    class Halves(Parcels):
+        """Bring half of the tensors in each of two transfers."""
+
+        def receive(self, bucket: dict[str, Any]) -> list[Arrival]:
+            if bucket["index"] == 1:
+                second.set()
+            return super().receive(bucket)[bucket["index"] :: 2]
+
+    engine = await serve(models("qwen3", 0), groups={"parcels": Halves})
+    request = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2, "backend": "parcels"}
+    await engine.client.weight_call("/init_weights_update_group", request, "joining")
+    await engine.client.begin_weight_update("u", update.manifest)
+
+    verifying, overlapped = threading.Event(), []
+
+    def verify_slowly() -> None:
+        with engine.core.updates._lock:
+            verifying.set()
+            overlapped.append(second.wait(20))
+
+    thread = threading.Thread(target=verify_slowly)
+    thread.start()
+    await asyncio.to_thread(verifying.wait, 60)
+    for index in range(2):
+        body = {"update_id": "u", "folder": str(models("qwen3", 1)), "index": index, "last": index == 1}
+        await engine.client.weight_call(DISTRIBUTED, body, "half of the tensors")
+    await asyncio.to_thread(thread.join)
+    assert overlapped == [True]
+    await engine.client.commit_weight_update("u")
+    assert await engine.client.weight_version() == 1

@@ -181,12 +181,13 @@ class WeightRoutes:
         return "committed"
 
     async def _roll_back(self, update_id: str) -> str:
+        # First of all, so that no transfer begins any more that nobody would end.
+        await asyncio.to_thread(self._core.updates.rollback, update_id)
         if self._receiving is not None:
             # Whoever is in a transfer waits for the sender, which may never come.
             await self._leave(self._receiving)
         with contextlib.suppress(MilesError):
             await self._verified(update_id)
-        await asyncio.to_thread(self._core.updates.rollback, update_id)
         return "rolled back"
 
     async def from_disk(self, request: web.Request) -> web.Response:

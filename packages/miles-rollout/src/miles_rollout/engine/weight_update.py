@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]
 
 
 class WeightUpdates:
-    """The transaction of one model. Methods but `commit` may run on any thread; they take turns.
+    """The transaction of one model. Methods but `commit` may run on any thread; those that change it take turns.
 
     `commit` must run on the model thread.
     """
@@ -96,9 +96,8 @@ class WeightUpdates:
                 raise WeightUpdateError(f"bucket {bucket.index}: {error}") from error
 
     def require_open(self, update_id: str) -> None:
-        """Raise WeightUpdateError unless this update is open."""
-        with self._lock:
-            self._require_open(update_id)
+        """Raise WeightUpdateError unless this update is open; does not wait for what is being verified."""
+        self._require_open(update_id)
 
     def load_arrivals(self, update_id: str, arrivals: Sequence[Arrival]) -> None:
         """Verify and copy tensors that a transfer brought. Any fault ends the update: the old weights serve on."""
@@ -153,8 +152,9 @@ class WeightUpdates:
         self._pieces = {}
 
     def _require_open(self, update_id: str) -> None:
-        if self._update_id != update_id:
-            now = f"update {self._update_id!r} is open" if self._update_id is not None else "no update is open"
+        current = self._update_id
+        if current != update_id:
+            now = f"update {current!r} is open" if current is not None else "no update is open"
             raise WeightUpdateError(f"update {update_id!r} is not open ({now}); begin it first")
 
     def _check(self, specs: tuple[TensorSpec, ...]) -> None:
