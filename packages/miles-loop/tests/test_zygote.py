@@ -139,6 +139,7 @@ async def test_one_that_gives_no_answer_is_given_up(
     for process in (first, second):
         assert (await process.died()).how == "ended with status 0"
         assert len(process.log.read_text().splitlines()) == 3
+        await process.stop(5)
 
 
 def test_it_does_not_outlive_its_driver(tmp_path: Path) -> None:
@@ -220,6 +221,19 @@ async def test_closing_releases_who_waits_and_later_children_are_started(tmp_pat
     assert not isinstance(again._process, Adopted)
     for one in (process, again):
         await one.stop(10)
+
+
+async def test_one_that_is_stopped_while_it_starts_does_not_run_on(tmp_path: Path) -> None:
+    """As when the start of another process fails while this one still waits for the zygote."""
+    zygote = Zygote(modules=MODULES, imports=("asyncio",))
+    process = forked(zygote, "sleeps", tmp_path / "log")
+    starting = asyncio.create_task(process.start())
+    await asyncio.sleep(0)
+    await process.stop(5)
+    await starting
+    assert not process.running
+    assert not alive(process.pid)
+    zygote.close()
 
 
 def test_a_stranger_is_not_adopted() -> None:

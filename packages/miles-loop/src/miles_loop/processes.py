@@ -153,6 +153,7 @@ class ChildProcess:
         self._zygote = zygote
         self._process: asyncio.subprocess.Process | Adopted | None = None
         self._guard: Guard | None = None
+        self._starting = asyncio.Lock()
         self._stopping = False
         self._killed_because: str | None = None
         self._log_start = 0
@@ -184,6 +185,10 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Start it; the log is appended to (a run that was resumed keeps its old logs)."""
+        async with self._starting:
+            await self._start()
+
+    async def _start(self) -> None:
         self.close_pipe()  # of an earlier start: what that one left behind ends now
         guard = self._guard = Guard(self.name)
         self._stopping, self._killed_because = False, None
@@ -246,8 +251,12 @@ class ChildProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     async def stop(self, timeout_s: float) -> None:
-        """End it: terminate, wait, then kill its whole process group."""
+        """End it: terminate, wait, then kill its whole process group. A start that is under way is awaited first."""
         self._stopping = True
+        async with self._starting:
+            await self._stop(timeout_s)
+
+    async def _stop(self, timeout_s: float) -> None:
         if self._process is None:
             self._let_go()
             self.close_pipe()
