@@ -28,6 +28,15 @@ def _kind(reason: str) -> str:
     return re.sub(r"\d+", "#", reason)[:_LONGEST]
 
 
+def _shortened(reason: str) -> str:
+    """At most `_LONGEST` characters; the place at the end stays."""
+    if len(reason) <= _LONGEST:
+        return reason
+    place = _PLACE.search(reason)
+    end = f"... {place[0]}"[-_LONGEST:] if place is not None else "..."
+    return reason[: _LONGEST - len(end)] + end
+
+
 class Faults:
     """Counts failures by what is at fault; the reason of the first of each kind stands for all of them."""
 
@@ -41,14 +50,17 @@ class Faults:
         if kind not in self._first:
             known = len(self._first) < _MOST_KINDS
             kind = kind if known else OTHER
-            self._first.setdefault(kind, reason[:_LONGEST] if known else OTHER)
+            self._first.setdefault(kind, _shortened(reason) if known else OTHER)
         self._counts[kind] += 1
         return self._first[kind], self._counts[kind]
 
     @property
     def counts(self) -> Mapping[str, int]:
         """How many there were of each, by the reason of the first."""
-        return {self._first[kind]: count for kind, count in self._counts.items()}
+        counts: Counter[str] = Counter()
+        for kind, count in self._counts.items():
+            counts[self._first[kind]] += count
+        return counts
 
 
 class Fates:

@@ -35,6 +35,20 @@ def test_nothing_is_lost_and_kinds_are_bounded(reasons: list[str]) -> None:
     assert len(faults.counts) <= 33
 
 
+def test_a_long_reason_keeps_its_place() -> None:
+    faults, words = Faults(), "no " * 200
+    for line in (3, 4, 4):
+        faults.note(f"reward raised ValueError: {words}(/my/r.py:{line})")
+    shown = f"reward raised ValueError: {words}"
+    ends = {text[284:]: count for text, count in faults.counts.items()}
+    assert ends == {"... (/my/r.py:3)": 1, "... (/my/r.py:4)": 2}
+    assert all(len(text) == 300 and shown.startswith(text[:284]) for text in faults.counts)
+    for end in "xy":  # two kinds that look alike
+        faults.note("z" * 299 + end * 9)
+    assert sum(faults.counts.values()) == 5
+    assert faults.counts["z" * 297 + "..."] == 2
+
+
 def test_what_is_beyond_the_bound_is_counted_together() -> None:
     faults = Faults()
     letters = [chr(ord("a") + i) * 3 for i in range(26)] + [chr(ord("A") + i) * 3 for i in range(10)]
