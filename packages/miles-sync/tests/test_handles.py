@@ -7,6 +7,7 @@ import json
 import pickletools
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sync_fleet import manifest_of, random_weights, same_bits
 from torch.multiprocessing import get_sharing_strategy, reductions
@@ -185,6 +186,22 @@ def test_no_tensor_is_asked_for_before_the_first_bucket_is(sender: HandingSender
     assert asked
 
 
+def test_no_tensor_is_held_when_its_bucket_is_full(sender: HandingSender) -> None:
+    weights = random_weights(14, scale=4)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            fresh = tensor.clone()
+            made.append(weakref.ref(fresh))
+            yield name, fresh
+            del fresh
+
+    sending = sender.send(export(), manifest_of(weights, 1), "u")
+    assert len([next(sending) for _ in range(3)]) == 3
+    assert [ref() for ref in made[:-1]] == [None] * (len(made) - 1)
+
+
 def test_digests_are_made_only_for_those_who_compare_them(sender: HandingSender) -> None:
     for wanted in (True, False):
         sender.set_receivers(RANKS, digests=wanted)
@@ -301,6 +318,7 @@ def laid_in_block(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     apart=st.lists(st.booleans(), min_size=6, max_size=6),
     shift=st.integers(0, 9),
 )
+@example(dtypes=["bfloat16", "bool"], sizes=[0, 1, 0, 0, 0, 0], apart=[False] * 6, shift=1)
 def test_a_room_keeps_every_byte_and_copies_only_what_lies_elsewhere(
     dtypes: list[str], sizes: list[int], apart: list[bool], shift: int
 ) -> None:

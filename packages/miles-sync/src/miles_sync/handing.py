@@ -12,7 +12,7 @@ for the copies when it lets go of the memory, and memory that somebody has not l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -74,9 +74,10 @@ class HandingSender:
             yield from self._files.send(tensors, manifest, update_id)
             return
         source = iter(tensors)
-        first = list(zip(range(1), source, strict=False))
-        every = chain((item for _, item in first), source)
-        if first and self._devices == {first[0][1][1].device.type} != {"cpu"}:
+        first = list(islice(source, 1))
+        devices = {tensor.device.type for _, tensor in first}
+        every = chain((first.pop() for _ in range(len(first))), source)  # nothing is held here until the end
+        if self._devices == devices != {"cpu"}:
             yield from self._device.send(every, manifest, update_id, self._receivers)
         else:
             yield from self._send_named(every, manifest, update_id)
@@ -196,7 +197,8 @@ class Room:
         if not starts:
             return torch.empty(0, dtype=torch.uint8), empty
         storage = next(data for _, data in self._lying if len(data)).untyped_storage()
-        begin, end = min(starts.values()), max(starts[p.spec.name] + len(d) for p, d in self._lying if len(d))
+        first, end = min(starts.values()), max(starts[p.spec.name] + len(d) for p, d in self._lying if len(d))
+        begin = first - first % max(DTYPE_BYTES.values())  # where also an empty tensor of any dtype can begin
         return alias(storage, begin, end), {n: start - begin for n, start in starts.items()} | empty
 
     def _lies_with_others(self, piece: Piece, data: torch.Tensor) -> bool:
