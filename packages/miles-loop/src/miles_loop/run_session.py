@@ -197,6 +197,8 @@ class RunSession:
             await self._drive(assembly, runtime, records, model)
         finally:
             self._phase("ending processes")
+            if zygote is not None:
+                zygote.close()  # before, so that no start that is given up still waits for it
             await runtime.stop()
 
     async def _start(self, runtime: Runtime, model: Path, zygote: Zygote | None) -> int:
