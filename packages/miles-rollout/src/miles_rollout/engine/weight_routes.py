@@ -126,7 +126,7 @@ class WeightRoutes:
                 await self._verified(update_id)
             except BaseException:
                 await self._leave(name)
-                updates.rollback(update_id)
+                await asyncio.to_thread(updates.rollback, update_id)  # waits for what is being verified
                 self._in_order.end(update_id)
                 raise
             finally:
