@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_contracts.recycling import Recycler
+from miles_contracts.recycling import Recycler, _rounded
 
 MIB = 1 << 20
 
@@ -68,3 +68,24 @@ def test_views_that_end_on_other_threads_are_noticed() -> None:
     for thread in threads:
         thread.join()
     assert memory.num_bytes == 8 * MIB
+
+
+def test_blocks_of_about_the_same_size_are_one_another() -> None:
+    """Or a bucket that is used for a moment would cost another one's memory, and that one the next one's."""
+    memory = Recycler()
+    sizes = [32 * MIB, 30 * MIB - 64, 29 * MIB, 31 * MIB + 4096]
+    addresses = set()
+    for size in sizes * 2:
+        array = memory.take(size)
+        assert len(array) == size
+        addresses.add(array.ctypes.data)
+        del array
+    assert len(addresses) == 1
+    assert memory.num_bytes == 32 * MIB
+
+
+@given(num_bytes=st.integers(64 * 1024, 1 << 40))
+def test_rounding_adds_less_than_a_quarter(num_bytes: int) -> None:
+    rounded = _rounded(num_bytes)
+    assert num_bytes <= rounded < num_bytes * 1.25
+    assert _rounded(rounded) == rounded

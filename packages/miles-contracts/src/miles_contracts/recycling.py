@@ -34,7 +34,7 @@ class _Lease:
 
 
 class Recycler:
-    """Blocks by size. Updates of one model ask for the same sizes again and again.
+    """Blocks by size, rounded. Updates of one model ask for the same sizes again and again.
 
     What is kept is bounded by what was in use at one time: before a block of a new size is allocated, at least as
     many bytes of unused ones are given back to the system. May be used from several threads.
@@ -50,17 +50,18 @@ class Recycler:
         """A uint8 array of this many bytes that begins at a cache line; content undefined, nothing else looks at it."""
         if num_bytes < _SMALLEST:
             return _allocate(num_bytes)
+        capacity = _rounded(num_bytes)
         with self._lock:
             self._collect()
-            fitting = self._free.get(num_bytes)
+            fitting = self._free.get(capacity)
             if fitting:
                 block = fitting.pop()
             else:
-                self._drop(num_bytes)
-                block = _allocate(num_bytes)
+                self._drop(capacity)
+                block = _allocate(capacity)
         lease = _Lease(block)
         weakref.finalize(lease, self._returned.put, block).atexit = False
-        return np.asarray(lease)
+        return np.asarray(lease)[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +84,15 @@ class Recycler:
                 num_bytes -= size
             if not blocks:
                 del self._free[size]
+
+
+def _rounded(num_bytes: int) -> int:
+    """The next of four sizes to each power of two: buckets that are filled about alike use the same blocks.
+
+    What is added is not touched, and so takes no memory, until something larger is put there.
+    """
+    step = (1 << (num_bytes.bit_length() - 1)) // 4
+    return num_bytes + -num_bytes % step
 
 
 def _allocate(num_bytes: int) -> Bytes:
