@@ -20,12 +20,21 @@ from miles_loop.tcp_link import linked
 
 async def _serve(where: str) -> None:
     """Serve the driver until it is gone, or says by SIGTERM that this is the end."""
-    serving = asyncio.current_task()
+    serving, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert serving is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    ending = asyncio.Event()
+
+    def end() -> None:
+        # Once: a driver that hangs up says so too, and what is being closed must not be interrupted.
+        if not ending.is_set():
+            ending.set()
+            serving.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
     sock = await asyncio.to_thread(linked, where)
     service = RolloutService()
     connection: FrameLink[link.ToWorker] = await FrameLink.open(sock, link.ToWorker, service.take)
+    connection.ended.add_done_callback(lambda _: ending.set())
     try:
         await service.serve(connection)
     finally:
