@@ -14,7 +14,7 @@ from sync_fleet import same_bits
 from sync_processes import Child, EngineSide
 
 from miles_contracts import InvalidFieldError, TensorSpec, WeightManifest
-from miles_sync.buckets import aligned
+from miles_contracts.alignment import aligned
 from miles_sync.convert import local_layout, local_tensors, scatter
 from miles_sync.gathering import gather_tensors, plan_gather, send_shards
 from miles_sync.group import Meeting

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_contracts import TensorSpec, digest
+from miles_contracts.alignment import aligned
 from miles_sync import plan_buckets
-from miles_sync.buckets import Bucket, aligned
+from miles_sync.buckets import Bucket
 from miles_sync.outgoing import Outgoing
 
 MEMORY = 4096

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from miles_contracts.alignment import ALIGNMENT
 
-_ALIGNMENT = 64
-"""What torch's own allocations begin at: kernels may sum in another order elsewhere."""
+Bytes = NDArray[np.uint8]
 
 _SMALLEST = 64 * 1024
 """Smaller arrays come from the allocator's own free lists, which is quicker than keeping count of them."""
@@ -96,6 +95,6 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _allocate(num_bytes: int) -> Bytes:
-    memory = np.empty(num_bytes + _ALIGNMENT - 1, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
+    memory = np.empty(num_bytes + ALIGNMENT - 1, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
     return memory[begin : begin + num_bytes]

@@ -31,13 +31,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_contracts.alignment import ALIGNMENT, aligned
 from miles_contracts.bitpack import packed_words
 from miles_contracts.errors import WireError
 from miles_contracts.routing import RoutingTrace, id_bits, narrowest_dtype
 
 MAGIC = b"MLS1"
 FORMAT_VERSION = 2
-ALIGNMENT = 64
 CONTENT_TYPE = "application/vnd.miles.frame"
 """Of a frame in an HTTP body."""
 _HEADER = struct.Struct("<4sHHQQI")
@@ -137,7 +137,7 @@ def frame_length(header: bytes | memoryview) -> int:
         WireError: not a header of this format, or of a newer one.
     """
     body, arrays, _ = _parse_header(memoryview(header))
-    return HEADER_BYTES + body + _padding(HEADER_BYTES + body) + arrays
+    return aligned(HEADER_BYTES + body) + arrays
 
 
 def _parse_header(view: memoryview) -> tuple[int, int, int]:
@@ -164,7 +164,7 @@ def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:
     view = memoryview(data).cast("B").toreadonly()
     body_length, array_length, crc = _parse_header(view)
     body_end = HEADER_BYTES + body_length
-    start = body_end + _padding(body_end)
+    start = aligned(body_end)
     total = start + array_length
     if len(view) != total:
         raise WireError(f"frame is {len(view)} bytes long, its header says {total}")

@@ -12,18 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from miles_contracts import DTYPE_BYTES, InvalidFieldError, TensorSpec
-
-ALIGNMENT = 64
-"""Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype or vector load."""
+from miles_contracts.alignment import ALIGNMENT, aligned
 
 DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 
 _EXPERT = re.compile(r"\.experts(\.|$)")
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment."""
-    return num_bytes + -num_bytes % ALIGNMENT
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):

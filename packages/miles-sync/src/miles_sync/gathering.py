@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from miles_contracts import DTYPE_BYTES, TensorSpec
-from miles_sync.buckets import aligned, plan_buckets
+from miles_contracts.alignment import aligned
+from miles_sync.buckets import plan_buckets
 from miles_sync.group import Group
 from miles_sync.layout import Layout, whole
 from miles_sync.runs import put_runs, take_runs

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from miles_sync.buckets import Piece, aligned
+from miles_contracts.alignment import aligned
+from miles_sync.buckets import Piece
 from miles_sync.tensors import digest_bytes
 
 IN_PLACE_BYTES = 8 << 20

@@ -1,6 +1,7 @@
 """A model's parameters in one block of memory, in the order of their names.
 
-Weights leave in that order, so a sender finds them side by side and need not pack them into a buffer first.
+Weights leave in that order, and senders lay their buckets out with the same gaps, so one finds them side by side and
+need not pack them into a buffer first.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-_ALIGNMENT = 64
-"""Bytes: a cache line, and enough for any dtype or vector load; senders lay their buckets out alike."""
+from miles_contracts.alignment import aligned
 
 
 def into_arena(model: nn.Module) -> None:
@@ -21,15 +21,11 @@ def into_arena(model: nn.Module) -> None:
     parameters = sorted(model.named_parameters(), key=lambda item: item[0])
     if not parameters or len({p.device for _, p in parameters}) > 1:
         return
-    size = sum(_aligned(p.nbytes) for _, p in parameters)
+    size = sum(aligned(p.nbytes) for _, p in parameters)
     block = torch.empty(size, dtype=torch.uint8, device=parameters[0][1].device)
     end = 0
     for _, parameter in parameters:
         place = block[end : end + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         place.copy_(parameter.data)
         parameter.data = place
-        end += _aligned(parameter.nbytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return num_bytes + -num_bytes % _ALIGNMENT
+        end += aligned(parameter.nbytes)

@@ -13,12 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from miles_contracts import Arrival, TensorSpec, WeightUpdateError
+from miles_contracts.alignment import ALIGNMENT
 from miles_rollout.engine.weight_layout import Place, WeightLayout, dtype_name
 
 Bytes = NDArray[np.uint8]
-
-_ALIGNMENT = 64
-"""Bytes at which torch's own allocations begin; kernels may add up in another order at other addresses."""
 
 
 class StagedWeights:
@@ -77,7 +75,7 @@ class StagedWeights:
     def _adopts(self, arrival: Arrival) -> bool:
         if not arrival.owned or arrival.part_of is not None:
             return False
-        if len(arrival.data) and arrival.data.ctypes.data % _ALIGNMENT:
+        if len(arrival.data) and arrival.data.ctypes.data % ALIGNMENT:
             return False
         place = self._layout.place(arrival.spec.name)
         tensor = self._layout.tensors[place.source]

@@ -27,8 +27,8 @@ from miles_contracts import (
     WeightUpdateError,
     digest,
 )
+from miles_contracts.alignment import aligned
 from miles_contracts.recycling import Recycler
-from miles_sync.buckets import aligned
 from miles_sync.layout import whole
 from miles_sync.messages import Written, peer_group_backend
 from miles_sync.peer.memory import Arena, PeerBackend

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from miles_contracts import TensorSpec
-from miles_sync.buckets import ALIGNMENT
+from miles_contracts.alignment import ALIGNMENT, aligned
 from miles_sync.layout import RankLayout
 from miles_sync.runs import Bytes, Offsets
 
@@ -27,7 +27,7 @@ class Arena:
         end = 0
         for spec in layout.stored:
             self.specs[spec.name], self.offsets[spec.name] = spec, end
-            end += spec.num_bytes + -spec.num_bytes % ALIGNMENT
+            end += aligned(spec.num_bytes)
         self.num_bytes = max(end, ALIGNMENT)
 
 
