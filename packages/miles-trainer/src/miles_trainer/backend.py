@@ -15,6 +15,7 @@ from torch import Tensor
 
 from miles_contracts import InvalidFieldError, MilesError, TrainerBackend, Trajectory, WeightManifest
 from miles_trainer import checkpoint
+from miles_trainer.arena import into_arena
 from miles_trainer.batching import MicroBatch, TrainBatch, build_micro_batch, check_trajectories, plan
 from miles_trainer.config import ObjectiveKind, TrainerConfig
 from miles_trainer.errors import NonFiniteError, NonFiniteReport, describe
@@ -65,6 +66,7 @@ class TorchBackend:
     def _adopt(self, path: Path) -> None:
         """Load the model in `path` and a fresh optimiser for it; on failure the present ones stay."""
         model = load_model(path, self.config.dtype, self.device)
+        into_arena(model)
         policy = self._wrap(model)
         if self.config.gradient_checkpointing:
             _checkpoint_activations(model)

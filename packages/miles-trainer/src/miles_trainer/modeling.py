@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from miles_contracts import InvalidFieldError
 from miles_trainer import attention
-from miles_trainer.arena import into_arena
 from miles_trainer.attention import UnsupportedAttentionError, layout_of
 from miles_trainer.batching import MicroBatch
 from miles_trainer.logprobs import token_logprobs
@@ -65,9 +64,7 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     if model.dtype == torch.float64 and find_experts(model):
         # grouped matrix products know no float64
         model.set_experts_implementation("eager")
-    model = model.to(device)
-    into_arena(model)
-    return model
+    return model.to(device)
 
 
 def _broken_file(folder: Path) -> Path | None:
