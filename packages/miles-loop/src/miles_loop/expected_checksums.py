@@ -43,11 +43,10 @@ class ExpectedChecksums:
 
     def tap(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The same tensors, which are hashed on the way."""
-        for name, tensor in tensors:
-            self._started = True
-            for _, sums in self._forms.values():
-                sums.put(name, tensor)
-            yield name, tensor
+        self._started = True
+        for _, sums in self._forms.values():
+            tensors = sums.tap(tensors)
+        yield from tensors
 
     def table(self, form: SglangForm) -> ChecksumTable:
         """What an engine of this form must have, once everything has been sent.

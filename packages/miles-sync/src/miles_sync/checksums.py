@@ -45,6 +45,7 @@ class ParameterSums:
         self._backlog_bytes = backlog_bytes
         self._lane = Lane("checksums")
         self._backlog: deque[tuple[Future[None], int]] = deque()
+        self._backlog_size = 0  # bytes of all that is in it
         self._sums: list[dict[str, _Sum]] = []
         self._wanted: dict[str, list[tuple[_Sum, int]]] = {}
         same: dict[object, _Sum] = {}
@@ -84,9 +85,10 @@ class ParameterSums:
         if not wanted:
             return
         num_bytes = tensor.numel() * tensor.element_size()
-        while self._backlog and sum(size for _, size in self._backlog) + num_bytes > self._backlog_bytes:
+        while self._backlog and self._backlog_size + num_bytes > self._backlog_bytes:
             self._wait()
         self._backlog.append((self._lane.submit(partial(self._hash, wanted, tensor)), num_bytes))
+        self._backlog_size += num_bytes
 
     def result(self) -> list[dict[str, str]]:
         """Checksum by stored tensor, rank by rank. Waits for the hashing thread.
@@ -101,7 +103,9 @@ class ParameterSums:
     def _wait(self) -> None:
         """For the oldest of what has yet to be hashed."""
         begun = time.perf_counter()
-        self._backlog.popleft()[0].result()
+        oldest, num_bytes = self._backlog.popleft()
+        self._backlog_size -= num_bytes
+        oldest.result()
         self.waited_s += time.perf_counter() - begun
 
     def close(self) -> None:
