@@ -86,9 +86,11 @@ async def time_engine(client: EngineClient, batch: list[list[int]], new: int) ->
     return spent
 
 
-def start_engine(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
+def start_engine(
+    folder: Path, *options: str, module: str = "miles_rollout.engine"
+) -> tuple[subprocess.Popen[str], str, float]:
     """The process, its URL and the seconds until it was ready."""
-    command = [sys.executable, "-m", "miles_rollout.engine", "--model-path", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", module, "--model-path", str(folder), "--port", "0", *options]
     began = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--end-with-parent"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

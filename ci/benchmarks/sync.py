@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from miles_contracts import PauseMode, ShmBucket, TensorSpec, WeightManifest
+from miles_contracts.alignment import aligned
 from miles_sync import LocalReceiver, LocalSender, update_weights
 from miles_sync.broadcast import BroadcastReceiver, BroadcastSender
-from miles_sync.buckets import aligned
 from miles_sync.convert import scatter
 from miles_sync.disk import DeltaPublisher, DeltaSubscriber, FolderStore
 from miles_sync.group import Meeting
@@ -170,32 +170,37 @@ def _serve_receiver(make: Callable[[int], Any]) -> Callable[[int, Connection], N
     return serve
 
 
+class RawGloo:
+    """Bytes in buckets over a bare gloo group of this process and forked ones: what a broadcast is held against."""
+
+    def __init__(self, total: int, receivers: int) -> None:
+        self._sizes = [min(BUCKET_MIB << 20, total - at) for at in range(0, total, BUCKET_MIB << 20)]
+        meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=60)
+        port = meeting.port
+
+        def serve(number: int, pipe: Connection) -> None:
+            gc.freeze()  # groups that the parent is done with must not be ended here: their threads are not
+            group = Meeting("127.0.0.1", port, owner=False, timeout_s=60).open("raw", number + 1, receivers + 1)
+            memory = torch.empty(BUCKET_MIB << 20, dtype=torch.uint8)
+            while True:
+                for size in pipe.recv():
+                    group.broadcast(memory[:size], 0)()
+                pipe.send(True)
+
+        self.pool = Workers(receivers, serve)
+        self._group = meeting.open("raw", 0, receivers + 1)
+        self._source = torch.zeros(BUCKET_MIB << 20, dtype=torch.uint8)
+
+    def send(self) -> None:
+        self.pool.tell(self._sizes)
+        for size in self._sizes:
+            self._group.broadcast(self._source[:size], 0)()
+        self.pool.answers()
+
+
 def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, float]:
     names, manifest = [f"r{i}" for i in range(receivers)], manifest_of(weights)
-    meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=60)
-    port = meeting.port
-
-    def serve_raw(number: int, pipe: Connection) -> None:
-        gc.freeze()
-        group = Meeting("127.0.0.1", port, owner=False, timeout_s=60).open("raw", number + 1, receivers + 1)
-        memory = torch.empty(BUCKET_MIB << 20, dtype=torch.uint8)
-        while True:
-            for size in pipe.recv():
-                group.broadcast(memory[:size], 0)()
-            pipe.send(True)
-
-    total = num_bytes(weights)
-    sizes = [min(BUCKET_MIB << 20, total - at) for at in range(0, total, BUCKET_MIB << 20)]
-    raw = Workers(receivers, serve_raw)
-    group = meeting.open("raw", 0, receivers + 1)
-    source = torch.zeros(BUCKET_MIB << 20, dtype=torch.uint8)
-
-    def send_raw() -> None:
-        raw.tell(sizes)
-        for size in sizes:
-            group.broadcast(source[:size], 0)()
-        raw.answers()
-
+    raw = RawGloo(num_bytes(weights), receivers)
     out: dict[str, float] = {}
     senders = {}
     workers = {}
@@ -231,7 +236,7 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
         pool.tell(("commit", update_id))
         pool.answers()
 
-    works: dict[str, tuple[Workers, Callable[[], None]]] = {"raw_gloo": (raw, send_raw)}
+    works: dict[str, tuple[Workers, Callable[[], None]]] = {"raw_gloo": (raw.pool, raw.send)}
     works.update({f"broadcast_{name}": (workers[name], lambda n=name: send(n)) for name in senders})
     times: dict[str, list[float]] = {name: [] for name in works}
     used = dict.fromkeys(works, 0.0)
@@ -249,7 +254,7 @@ def bench_broadcast(weights: Weights, repeat: int, receivers: int) -> dict[str, 
     for name in senders:
         out[f"broadcast_{name}_vs_raw"] = out["raw_gloo_s"] / out[f"broadcast_{name}_s"]
         out[f"broadcast_{name}_vs_raw_cpu"] = out["raw_gloo_cpu_s"] / out[f"broadcast_{name}_cpu_s"]
-    raw.close()
+    raw.pool.close()
     for pool in workers.values():
         pool.close()
     return out

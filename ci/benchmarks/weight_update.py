@@ -12,17 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from engine import start_engine
+from sync import BUCKET_MIB, RawGloo, best
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from miles_contracts import PauseMode, WeightManifest
@@ -38,14 +34,9 @@ from miles_loop.trainer_link import SenderSettings
 from miles_loop.transports import BroadcastTransport, DiskTransport, FleetTransport, LocalTransport, PeerTransport
 from miles_rollout.engine_client import EngineClient
 from miles_sync import update_weights
-from miles_sync.group import Meeting
 from miles_sync.messages import GroupOffer, peer_group_backend
 from miles_sync.tensors import spec_of
 from miles_trainer import Trainer, TrainerConfig
-
-BUCKET_BYTES = 32 << 20
-READY = "miles-engine ready: "
-FORK = multiprocessing.get_context("fork")
 
 
 class Source:
@@ -93,21 +84,6 @@ def save_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def start_engine(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "miles_loop.engine_process", "--model-path", str(folder), "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--end-with-parent", "--kv-memory-mb", "64"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line.startswith(READY):
-        raise RuntimeError(f"the engine did not start: {line!r}")
-    return process, line.removeprefix(READY).split()[0]
-
-
 def copy_s(num_bytes: int, times: int, repeat: int) -> float:
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
 
@@ -118,59 +94,10 @@ def copy_s(num_bytes: int, times: int, repeat: int) -> float:
     return best(repeat, work)
 
 
-def best(repeat: int, work: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(repeat):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-class RawGloo:
-    """As many bytes over a bare gloo group of as many processes."""
-
-    def __init__(self, num_bytes: int, receivers: int) -> None:
-        self._sizes = [min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES)]
-        meeting = Meeting("127.0.0.1", 0, owner=True, timeout_s=60)
-        self._pipes, self._processes = [], []
-        for rank in range(1, receivers + 1):
-            ours, theirs = FORK.Pipe()
-            process = FORK.Process(target=self._serve, args=(meeting.port, rank, receivers, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._group = meeting.open("raw", 0, receivers + 1)
-        self._source = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
-
-    def _serve(self, port: int, rank: int, receivers: int, pipe: Connection) -> None:
-        gc.freeze()  # objects of the parent must not be ended here
-        group = Meeting("127.0.0.1", port, owner=False, timeout_s=60).open("raw", rank, receivers + 1)
-        memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
-        while True:
-            pipe.recv()
-            for size in self._sizes:
-                group.broadcast(memory[:size], 0)()
-            pipe.send(True)
-
-    def send(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(True)
-        for size in self._sizes:
-            self._group.broadcast(self._source[:size], 0)()
-        for pipe in self._pipes:
-            pipe.recv()
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
 def settings_of(name: str, folder: Path) -> SenderSettings:
     transport, _, peers = name.partition("-")
     store = str(folder / "store")
-    return SenderSettings(transport=transport, bucket_bytes=BUCKET_BYTES, peer_backend=peers or "tcp", store=store)
+    return SenderSettings(transport=transport, bucket_bytes=BUCKET_MIB << 20, peer_backend=peers or "tcp", store=store)
 
 
 def transport_of(name: str, source: Source, folder: Path, model: Path) -> FleetTransport:
@@ -225,7 +152,7 @@ async def measure(names: Sequence[str], urls: Sequence[str], model: Path, repeat
             results[name]["raw_gloo_s"] = min(bare[2:])
             results[name]["raw_gloo_vs_this"] = min(bare[2:]) / min(paused)
         print(name, {key: round(value, 3) for key, value in results[name].items()}, flush=True)
-    raw.close()
+    raw.pool.close()
     for client in clients:
         await client.close()
     return results
@@ -244,11 +171,12 @@ def main() -> None:
     started = []
     try:
         save_model(folder)
-        started = [start_engine(folder) for _ in range(options.engines)]
-        results = asyncio.run(measure(names, [url for _, url in started], folder, options.repeat))
+        module = "miles_loop.engine_process"  # with peers as a way for weights to come
+        started = [start_engine(folder, "--kv-memory-mb", "64", module=module) for _ in range(options.engines)]
+        results = asyncio.run(measure(names, [url for _, url, _ in started], folder, options.repeat))
         print("memory copies", {key: round(value, 3) for key, value in results["memory copies"].items()})
     finally:
-        for process, _ in started:
+        for process, *_ in started:
             process.kill()
             process.wait()
         shutil.rmtree(folder, ignore_errors=True)
